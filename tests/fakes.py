@@ -361,6 +361,10 @@ class FakeLauncher:
     def forks(self, program: Program) -> bool:
         return self.fork_server and program.forks
 
+    async def will_fork(self, program: Program) -> bool:
+        await self._take(0.0, "imports", "")
+        return self.forks(program)
+
     async def refresh(self) -> Sequence[Reading]:
         await asyncio.sleep(0)
         self._publish()

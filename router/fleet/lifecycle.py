@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed
+from router.errors import ApiError, DoesNotFit, Draining, Internal, LoadBackoff, LoadFailed
 from router.fleet.early_start import Phase
 from router.fleet.failures import NextWorker, error_after_loss, error_of_retirement, lost_error, with_retry_time
 from router.fleet.load_cost import (
@@ -345,7 +345,16 @@ async def _wait_for_place(worker: Worker, fleet: Fleet, program: Program) -> Sta
             await _until_granted(worker, refine(worker, fleet, program))
             worker.queue.refine.clear()
             fleet.scheduler.plan_soon()
-    return worker.queue.granted.result()
+    try:
+        return worker.queue.granted.result()
+    except DoesNotFit:
+        # Before the fork server has done its imports, the estimate is that of an executed worker, which takes some
+        # hundred MiB more. The refusal would be final for the client and wrong a few seconds later.
+        assert worker.costs is not None
+        may_need_less = not worker.costs.forked and worker.costs.estimate.source != "preset"
+        if not (may_need_less and await fleet.launcher.will_fork(program)):
+            raise
+    raise NotStarted("an executed worker never fits, and a forked one needs less memory")
 
 
 async def _until_granted(worker: Worker, work: Coroutine[Any, Any, object]) -> None:

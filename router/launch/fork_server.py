@@ -69,6 +69,7 @@ class ForkServerProcess:
         self.child = child
         self.pid = child.pid
         self.is_warm = False  # its imports are done
+        self.settled = asyncio.Event()  # its imports are done, or it has exited
         self.is_silent = False  # it owes a reply and is late with it
         self.resident = 0  # bytes of main memory, as it last reported; 0: not yet
         self.reply_timeout = REPLY_TIMEOUT
@@ -236,6 +237,7 @@ class ForkServerProcess:
                 if not self.is_warm:
                     log.info("the fork server (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
+                self.settled.set()
                 self.resident = event.resident or self.resident
                 self._on_warm()
             case Forked() if (reply := self._forks.pop(event.id, None)) and not reply.done():
@@ -253,6 +255,7 @@ class ForkServerProcess:
 
     def _on_exited(self, _: "asyncio.Future[int]") -> None:
         """All its events have been read, and its children have become ours."""
+        self.settled.set()
         if self._timer is not None:
             self._timer.cancel()
         self._orders.close()
@@ -316,6 +319,11 @@ class ForkServerSupervisor:
     def is_reliable(self) -> bool:
         """True unless a fork server has refused to fork within REFUSAL_PAUSE."""
         return asyncio.get_running_loop().time() - self._refused_at > REFUSAL_PAUSE
+
+    async def imported(self) -> None:
+        """Wait until the present fork server has done its imports or has exited. Return at once if none runs."""
+        if self.server is not None:
+            await self.server.settled.wait()
 
     def has_forked(self, pid: int) -> bool:
         """True if the present fork server has forked the living process of that number."""

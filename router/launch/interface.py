@@ -166,6 +166,9 @@ class Launcher(Protocol):
     def forks(self, program: Program) -> bool:
         """True if a worker of `program` would be forked if it were started now."""
 
+    async def will_fork(self, program: Program) -> bool:
+        """Wait while the fork server does its imports. Return True if a worker of `program` would be forked then."""
+
     async def refresh(self) -> Sequence[Reading]:
         """Read all devices now. Returns once that is done, within about a second."""
 

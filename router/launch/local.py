@@ -25,7 +25,7 @@ from router.launch.page_lock import PageLocker
 from router.launch.process import uncancelled
 from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
-from router.launch.spawn import PYTHON_ARGV, Spawner
+from router.launch.spawn import PYTHON_ARGV, Spawner, may_fork
 from router.launch.worker_process import (
     Heartbeat,
     LocalWorker,
@@ -157,6 +157,11 @@ class LocalLauncher:
     def forks(self, program: Program) -> bool:
         """True if a worker of `program` would be forked now: it may be, and the fork server has not refused lately."""
         return self.fork_servers.is_reliable and self._spawner.can_fork(program, "serve")
+
+    async def will_fork(self, program: Program) -> bool:
+        if may_fork(program, "serve"):
+            await self.fork_servers.imported()
+        return self.forks(program)
 
     async def _sample(self) -> None:
         """Check devices, the kernel's OOM kills and orphans that ended by themselves, at regular intervals."""

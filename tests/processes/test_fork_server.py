@@ -255,6 +255,19 @@ async def test_a_worker_is_executed_until_the_fork_server_is_warm_and_then_forke
             assert parent(late.pid) == fork_server.pid
 
 
+async def test_will_fork_waits_for_the_imports_or_the_exit_of_the_fork_server(launcher: ForkingLauncher) -> None:
+    program = Program(model="m", worker="m#1")
+    async with asyncio.timeout(DEADLINE):
+        while (fork_server := launcher.fork_servers.server) is None:  # noqa: ASYNC110 - nothing reports its start
+            await asyncio.sleep(0)
+        os.kill(fork_server.pid, signal.SIGKILL)  # before its imports
+        assert not await launcher.will_fork(program)
+        while launcher.fork_servers.server in (None, fork_server):  # noqa: ASYNC110 - nothing reports the next one
+            await asyncio.sleep(0.001)
+        assert await launcher.will_fork(program)
+        assert not await launcher.will_fork(Program(model="m", worker="m#2", forks=False))
+
+
 async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: ForkingLauncher) -> None:
     fork_server = await launcher.warmed()
     async with serving(launcher) as worker:

@@ -234,6 +234,36 @@ async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     assert world.fleet.models["b"].failure is None
 
 
+def forking_only() -> Schedule:
+    """A model on a device that holds it only if it is forked. The fork server is not warm yet."""
+    keys = {"a": {"parallel": 3}}
+    world = Schedule({"a": NEEDS}, totals={CPU: needs(forked=True)}, models={"a": model()}, keys=keys, stated=False)
+    world.launcher.hold("imports")
+    return world
+
+
+@virtual
+async def test_a_model_that_fits_only_if_it_is_forked_waits_for_the_imports_of_the_fork_server() -> None:
+    world = forking_only()
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(5)
+    assert "start a" not in world.journal
+    world.launcher.fork_server = True
+    world.launcher.release("imports")
+    await asking
+    assert world.costs("a").forked
+
+
+@virtual
+async def test_it_is_refused_if_the_fork_server_exits_before() -> None:
+    world = forking_only()
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(5)
+    world.launcher.release("imports")
+    with pytest.raises(DoesNotFit):
+        await asking
+
+
 @virtual
 async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     world = forking(a=model(), b=model())
