@@ -812,6 +812,42 @@ async def _swap(setting: Setting, snapshot: Path) -> Facts:
     return {"seconds": seconds, "back_after": _settled(setting, before, time.monotonic())}
 
 
+# Prompts
+
+
+def prompts(setting: Setting) -> Facts:
+    """Prompt tokens per second of long prompts, and gaps between tokens of streams beside one, by prefill-chunk."""
+    tool, shape = bench(), bench().SHAPES[shape_name(setting)]
+    length, chunks, streams = (48, (16, 32), 2) if setting.on_cpu else (4096, (512, 2048), 8)
+    asked, snapshot, facts = argparse.Namespace(device=setting.device, threads=1), shaped(setting), Facts()
+    tokens = tuple(300 + place % (shape.vocab - 300) for place in range(length))
+    short = [tool.Request(tokens[: 8 + place], 16 if setting.on_cpu else 256) for place in range(streams)]
+    for chunk in chunks:
+        name = f"prefill-chunk {chunk}"
+        if name in setting.known:
+            facts[name] = setting.known[name]
+            continue
+        ours = tool.Ours(snapshot, asked, name="ours", parallel=streams + 1, ctx_size=2 * length, prefill_chunk=chunk)
+        try:
+            seconds = [ours.run([tool.Request(tokens, 1)]).seconds for _ in range(4)][1:]  # the first chooses kernels
+            before = ours.run(short).gaps
+            beside = ours.run([*short, tool.Request(tokens, 1)]).gaps
+        finally:
+            ours.close()
+        facts[name] = {
+            "tokens_per_second": length / statistics.median(seconds), "gap_ms": 1e3 * statistics.median(before),
+            "gap_beside_ms": 1e3 * statistics.median(beside), "most_beside_ms": 1e3 * max(beside),
+        }  # fmt: skip
+        setting.record(name, facts[name])
+        del ours
+        gc.collect()
+        if not setting.on_cpu:
+            import torch
+
+            torch.cuda.empty_cache()
+    return facts
+
+
 # Peers
 
 
@@ -960,6 +996,7 @@ PARTS = {
     "load": Part(load, 240),
     "swap": Part(swap, 290),
     "long": Part(long, 240),
+    "prompts": Part(prompts, 200),
     "peers": Part(peers, 280),
     "ahead": Part(ahead, 240),
     "ranks": Part(ranks, 290),
