@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Facts = dict[str, Any]
 MIB = 1 << 20
 TOKEN = "gpu-check"  # of all workers started here
+CHUNK = 2048  # prefill-chunk that the router gives a worker on an accelerator by default
 SETTLE = 10.0  # seconds within which the driver must have a dead process's memory back
 
 
@@ -259,7 +260,10 @@ def decode(setting: Setting) -> Facts:
     snapshot, rate = shaped(setting), bandwidth(setting.device)
     asked = argparse.Namespace(device=setting.device, threads=1)
     begin = time.monotonic()
-    ours = tool.Ours(snapshot, asked, name="ours", parallel=levels[-1], ctx_size=-(-shape.longest // 32) * 32)
+    ours = tool.Ours(
+        snapshot, asked, name="ours", parallel=levels[-1], ctx_size=-(-shape.longest // 32) * 32,
+        prefill_chunk=512 if setting.on_cpu else CHUNK,
+    )  # fmt: skip
     facts = {"shape": shape_name(setting), "bandwidth": rate, "load_seconds": time.monotonic() - begin}
     setting.record("loaded", facts)
     import torch
@@ -463,7 +467,10 @@ FAMILIES: dict[str, Facts] = {
 
 
 # Options of workers: on the CPU, and on an accelerator.
-_SIZES = {True: ("--ctx-size=512", "--parallel=4", "--threads=1"), False: ("--ctx-size=4096", "--parallel=16")}
+_SIZES = {
+    True: ("--ctx-size=512", "--parallel=4", "--threads=1"),
+    False: ("--ctx-size=4096", "--parallel=16", f"--prefill-chunk={CHUNK}"),
+}
 
 
 def promise(setting: Setting) -> Facts:

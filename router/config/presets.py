@@ -52,6 +52,7 @@ ADAPTER_NAME = re.compile(
 HUB = "hub:"  # prefix of the repository of an adapter that is not downloaded yet
 ALL_DEVICES = 1 << 20  # the value of `max` for a number of devices
 DEFAULT_CHUNK = 512  # tokens; llama-server's ubatch-size
+ACCELERATOR_CHUNK = 2048  # tokens; a guess, not measured on any card
 ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
@@ -238,7 +239,8 @@ class Preset:
             "compute a common beginning of prompts once, if the KV cache has blocks",
             also=("enable-prefix-caching",))
     prefill_chunk: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "most tokens of one prompt in one step",
-            unset="max-prefill-tokens, or 512", also=("ub", "ubatch-size", "splitfuse-block-size"),
+            unset="max-prefill-tokens, or 512; with a KV cache in blocks on accelerators 2048",
+            also=("ub", "ubatch-size", "splitfuse-block-size"),
             env=("LLAMA_ARG_UBATCH",))
     max_prefill_tokens: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT,
             "most tokens of all prompts in one step; the smaller of this and prefill-chunk applies. llama-server's"
@@ -435,9 +437,9 @@ class Preset:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of prompts in one step."""
+        """The most tokens of prompts in one step; 0: not stated (`checkpoint_facts.prefill_chunk`)."""
         stated = [tokens for tokens in (self.prefill_chunk, self.max_prefill_tokens) if tokens]
-        return min(stated, default=DEFAULT_CHUNK)
+        return min(stated, default=0)
 
     @cached_property  # read for each request
     def adapter_slots(self) -> int:

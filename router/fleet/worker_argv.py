@@ -10,7 +10,7 @@ from router.fleet.early_start import Phase
 from router.fleet.worker import Worker, estimated
 from router.launch.devices import usable_cores
 from router.launch.interface import Program
-from router.memory.checkpoint_facts import Checkpoint, effective_ctx, takes_images
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx, prefill_chunk, takes_images
 from router.planner.ledger import HOST
 from worker.protocol.argv import ENGINES, Estimate, encode_adapters
 
@@ -98,7 +98,7 @@ def model_options(
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
         kv_cache_dtype=preset.kv_cache_dtype,
-        prefill_chunk=preset.chunk,
+        prefill_chunk=prefill_chunk(facts, preset, on_host=on_host),
         draft_max=preset.draft_max,
         draft_snapshot=facts.draft_snapshot if preset.speculates else "",
         ngram_size=preset.ngram_size if preset.spec_type == "ngram-simple" else 0,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.config.presets import Preset
+from router.config.presets import ACCELERATOR_CHUNK, DEFAULT_CHUNK, Preset
 from router.errors import RouterError
 from worker.protocol.architectures import PAGED
 from worker.protocol.model_config import longest_sequence
@@ -179,6 +179,16 @@ def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
     if wanted not in DTYPE_BYTES or wanted == "float64":
         wanted = "float32"
     return "float32" if wanted == "float16" and on_host and preset.dtype == "auto" else wanted
+
+
+def prefill_chunk(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
+    """Return the most tokens of prompts in one step.
+
+    An accelerator computes 512 tokens in less time than the host takes to launch the kernels of the step. Without a KV
+    cache in blocks, or with eager attention, scores and masks of a larger step take too much memory.
+    """
+    is_small = on_host or facts.aligned or preset.attention == "eager" or serves_embeddings(facts, preset)
+    return preset.chunk or (DEFAULT_CHUNK if is_small else ACCELERATOR_CHUNK)
 
 
 def serves_embeddings(facts: Checkpoint, preset: Preset) -> bool:

@@ -16,6 +16,7 @@ from router.memory.checkpoint_facts import (
     UnknownArchitecture,
     WrongQuantization,
     compute_dtype,
+    prefill_chunk,
     quantized_numbers,
     serves_embeddings,
     takes_images,
@@ -314,7 +315,8 @@ def compute_bytes(
     rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
     is_whole_prompt = only_encodes or facts.cross_attention  # encoders do not compute prompts in chunks
     drafted = most_drafted(preset)
-    step = (max(preset.chunk, tokens) if is_whole_prompt else min(preset.chunk, rows * tokens)) + rows + drafted
+    chunk = prefill_chunk(facts, preset, on_host=on_host)
+    step = (max(chunk, tokens) if is_whole_prompt else min(chunk, rows * tokens)) + rows + drafted
     bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
     bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
     if takes_images(facts, preset):  # one layer of the vision tower, and the features of one image for each row

@@ -12,7 +12,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, serves_embeddings
+from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, prefill_chunk, serves_embeddings
 from router.memory.estimate import estimate
 from tests import tiny
 from tests.children import Child, memory, python
@@ -76,7 +76,7 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
         listen="tcp:127.0.0.1:0",
         ctx_size=effective_ctx(facts, preset),
         parallel=preset.parallel,
-        prefill_chunk=preset.chunk,
+        prefill_chunk=prefill_chunk(facts, preset, on_host=True),
         dtype=preset.dtype,
     )
     is_embedder = serves_embeddings(facts, preset)

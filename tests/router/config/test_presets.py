@@ -43,7 +43,7 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("cache-8bit = off", "kv_cache_dtype", "auto"),
         ("np = -1", "parallel", 4),
         ("ub = 128", "prefill_chunk", 128),
-        ("", "chunk", 512),
+        ("", "chunk", 0),
         ("b = 64", "chunk", 64),
         ("batch-size = 4096", "chunk", 512),
         ("batch-size = 4096\nubatch-size = 1024", "chunk", 1024),

@@ -115,6 +115,7 @@ async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -
     assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
     command = worker_argv.options(worker, Estimate)
     assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
+    assert command.prefill_chunk == 2048
     assert candidate_of(worker, demand_of(worker)).runtime == 0, "the other ranks know what to load before they begin"
 
 

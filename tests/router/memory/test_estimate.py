@@ -18,6 +18,7 @@ from router.memory.checkpoint_facts import (
     UnknownArchitecture,
     WrongQuantization,
     effective_ctx,
+    prefill_chunk,
 )
 from router.memory.estimate import (
     INHERITED_SHARE,
@@ -265,6 +266,18 @@ def test_either_key_of_the_prompt_budget_decides_if_it_is_set_alone() -> None:
     assert large == estimate(QWEN3_4B, preset(prefill_chunk=4096), on_host=False)
     assert small.total < default.total < large.total
     assert estimate(QWEN3_4B, preset(max_prefill_tokens=4096, prefill_chunk=64), on_host=False) == small
+
+
+def test_steps_are_larger_on_an_accelerator_unless_their_masks_or_scores_take_too_much() -> None:
+    assert prefill_chunk(QWEN3_4B, preset(), on_host=False) == 2048
+    assert prefill_chunk(QWEN3_4B, preset(), on_host=True) == 512
+    assert prefill_chunk(QWEN3_4B, preset(attention="eager"), on_host=False) == 512
+    assert prefill_chunk(replace(QWEN3_4B, aligned=True), preset(), on_host=False) == 512
+    assert prefill_chunk(replace(QWEN3_4B, capabilities=("embedding",)), preset(), on_host=False) == 512
+    for on_host in (True, False):
+        assert prefill_chunk(QWEN3_4B, preset(max_prefill_tokens=64), on_host=on_host) == 64
+    assert estimate(QWEN3_4B, preset(), on_host=False) == estimate(QWEN3_4B, preset(prefill_chunk=2048), on_host=False)
+    assert estimate(QWEN3_4B, preset(), on_host=True) == estimate(QWEN3_4B, preset(prefill_chunk=512), on_host=True)
 
 
 def test_each_thread_has_a_workspace() -> None:

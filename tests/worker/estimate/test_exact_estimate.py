@@ -371,6 +371,17 @@ def test_the_static_estimate_at_published_sizes_is_never_below_the_exact_one(tmp
     assert_static_covers(chosen, facts)
 
 
+def test_the_estimates_follow_the_larger_steps_of_accelerators(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama(8, 2048, 8192, 32, 8)))
+    facts = checkpoint.read(tmp_path, needs_weights=False)
+    small = options(tmp_path, devices=("cuda:0",), ctx_size=8192, parallel=4, prefill_chunk=512, load_format="dummy")
+    large = dataclasses.replace(small, prefill_chunk=2048)
+    less, more = (estimate.trace(chosen, load_config(chosen)) for chosen in (small, large))
+    gate_and_up = 2 * 8192 * 2 * (2048 - 512)
+    assert more.compute - less.compute >= gate_and_up
+    assert_static_covers(large, facts, more)
+
+
 @pytest.mark.parametrize(("asked", "bytes_each"), [("bfloat16", 2), ("auto", 4)])
 def test_the_dtype_in_memory_decides_not_the_one_on_disk(tmp_path: Path, asked: str, bytes_each: int) -> None:
     """float16 becomes float32 on the CPU unless the preset states a dtype."""
