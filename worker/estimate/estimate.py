@@ -7,7 +7,7 @@ and loaded what a serving process does. Process overhead on accelerators is an o
 
 import importlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.load import architectures, layer_split, quantization, snapshot
+from worker.engines.transformers.load import (
+    architectures,
+    layer_split,
+    quantization,
+    snapshot,
+    tensor_parallel_plan,
+)
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
@@ -27,7 +33,7 @@ from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import TransformersImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
-from worker.estimate import meta_model, quantized
+from worker.estimate import meta_model, quantized, tensor_parallel
 from worker.estimate.largest_steps import (
     CPU,
     GenerationSteps,
@@ -38,7 +44,7 @@ from worker.estimate.largest_steps import (
     reordered_peak,
 )
 from worker.estimate.memory_tracer import Step, live_bytes, peak_bytes
-from worker.estimate.meta_model import StoredTensors, device_of
+from worker.estimate.meta_model import StoredTensors, Traced, device_of
 from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
@@ -48,75 +54,71 @@ from worker.protocol.memory import (
     DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
     FIRST_STEPS_BYTES,
+    GLOO_BYTES,
     HEAP_FACTOR,
     HELD_BYTES,
     KERNEL_CODES,
+    NCCL_BYTES,
     OPENING_BYTES,
     STAGING_BYTES,
     UNUSABLE_SHARE,
 )
 
 
-@dataclass(frozen=True)
-class Traced:
-    """Bytes of a model's tensors, without the overhead of allocator and process."""
-
-    weights: int
-    context: int
-    compute: int  # alive at once in the largest step, beside the other two
-    on_device: int = 0  # further bytes on an accelerator: keys and values repeated for each head, and CUDA graphs
-    kernels: int = 0  # code for the model's linear layers on the CPU
-    # Further bytes while the model is loaded: single experts until all are stacked, parts of mapped files that the
-    # model does not use, quantized layers while they are arranged.
-    loading: int = 0
-    images: int = 0  # main memory for images on their way to the model
-    staged: int = 0  # main memory for weights on their way to an accelerator that are converted or quantized first
-
-
 def estimate(options: Estimate) -> Estimated:
     """Return the bytes that `serve` with the same options would occupy. Takes little longer than its imports.
+
+    Rank 0 stands for all ranks of a divided model. On accelerators each rank has a device; on the CPU all share main
+    memory. Only rank 0 has a grammar's vocabulary.
 
     Raises StartError for whatever `serve` would reject before it reads weights.
     """
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = snapshot.load_config(options)
-    device = device_of(options)
+    ranks = tensor_parallel_plan.requested_ranks(options, config)
+    on_cpu = device_of(options).type == "cpu"
     # Measured around the imports and the tokenizer: on accelerators only what this model adds to the process counts.
     resident = memory.resident()
     quantization.bring_library(quantization.method(options, config))  # raises for a method that cannot be loaded
     importlib.import_module("worker.engines.transformers.engine")  # whose code is in the memory of a worker, too
     tokenizer = snapshot.load_tokenizer(options)
-    if device.type == "cpu":
-        runtime = resident_bytes(StoredTensors(options).dtype(options, config))
+    if on_cpu:
+        process, grown = resident_bytes(StoredTensors(options).dtype(options, config)), 0
     else:
-        runtime = host_overhead(options) + max(0, memory.resident() - resident)
-    inherited = memory.inheritance.bytes()  # before the trace: pages that it writes to are not shared any more
+        process, grown = host_overhead(options), max(0, memory.resident() - resident)
+    # Before the trace: pages that it writes to are not shared any more.
+    inherited = ranks * memory.inheritance.bytes()
     if not snapshot.encodes(options, config):
-        runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
-    if options.layers or len(options.devices) > 1:
+        grown += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
+    del tokenizer  # alive until here: on the CPU its memory is part of `process`
+    if ranks > 1:
+        shards = [tensor_parallel.trace(options, config, ranks)] * ranks
+        staged = ranks * shards[0].staged
+    elif options.layers or len(options.devices) > 1:
         shards, staged = trace_split(options, config)
     else:
         shards = [trace(options, config)]
         staged = shards[0].staged
-    del tokenizer  # alive until here, as its memory is part of `runtime`
-    if device.type == "cpu":
-        [traced] = shards
+    if on_cpu:
+        traced = shards[0]
         compute = HEAP_FACTOR * traced.compute + options.threads * ATTENTION_TILE_BYTES
+        groups = GLOO_BYTES if ranks > 1 else 0
         return Estimated(
-            weights=[traced.weights],
-            context=[traced.context],
-            compute=[max(compute, traced.loading - least_context(options, traced.context))],
-            runtime=[runtime + FIRST_STEPS_BYTES + traced.kernels + traced.images],
+            weights=[ranks * traced.weights],
+            context=[ranks * traced.context],
+            compute=[ranks * max(compute, traced.loading - least_context(options, traced.context))],
+            runtime=[ranks * (process + FIRST_STEPS_BYTES + groups) + grown + traced.kernels + traced.images],
             inherited=inherited,
         )
     steps = [shard.compute + shard.on_device for shard in shards]
+    groups = NCCL_BYTES if ranks > 1 else 0
     return Estimated(
         weights=[shard.weights for shard in shards],
         context=[shard.context for shard in shards],
         compute=steps,
-        runtime=[device_overhead(options, step) for step in steps],
-        host=runtime + STAGING_BYTES + shards[0].images + staged,
+        runtime=[device_overhead(options, step) + groups for step in steps],
+        host=ranks * (process + STAGING_BYTES) + grown + shards[0].images + staged,
     )
 
 

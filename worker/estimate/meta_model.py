@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ from worker.estimate.largest_steps import CPU, UNMASKED
 from worker.estimate.memory_tracer import LiveBytes, storage_key
 from worker.protocol.architectures import BEHIND, EXPERT, LAYER
 from worker.protocol.argv import ModelOptions
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of a model's tensors, without the overhead of allocator and process."""
+
+    weights: int
+    context: int
+    compute: int  # alive at once in the largest step, beside the other two
+    on_device: int = 0  # further bytes on an accelerator: keys and values repeated for each head, and CUDA graphs
+    kernels: int = 0  # code for the model's linear layers on the CPU
+    # Further bytes while the model is loaded: single experts until all are stacked, parts of mapped files that the
+    # model does not use, quantized layers while they are arranged.
+    loading: int = 0
+    images: int = 0  # main memory for images on their way to the model
+    staged: int = 0  # main memory for weights on their way to an accelerator that are converted or quantized first
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The exact estimate of a model whose matrices are divided among ranks
+"""The traced bytes of one rank of a model whose matrices are divided among ranks
 (`worker.engines.transformers.load.tensor_parallel_plan`).
 
 Rank 0 stands for all ranks: it has the sampler beside what the others have, and tensors that cannot be divided are the
-same on each. On accelerators each rank has a device; on the CPU all ranks share main memory.
+same on each.
 """
 
 from typing import Any
@@ -10,27 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, snapshot, tensor_parallel_plan
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.sample import grammar
-from worker.estimate import estimate, meta_model
+from worker.estimate import meta_model
 from worker.estimate.largest_steps import CPU, GenerationSteps
 from worker.estimate.memory_tracer import peak_bytes
-from worker.estimate.meta_model import StoredTensors, device_of
-from worker.protocol.argv import Estimate, ModelOptions
-from worker.protocol.events import Estimated
-from worker.protocol.memory import (
-    ATTENTION_TILE_BYTES,
-    FIRST_STEPS_BYTES,
-    GLOO_BYTES,
-    HEAP_FACTOR,
-    NCCL_BYTES,
-    STAGING_BYTES,
-)
+from worker.estimate.meta_model import StoredTensors, Traced
+from worker.protocol.argv import ModelOptions
 
 
 class FakeGroup:
@@ -49,47 +38,10 @@ class FakeGroup:
         return tensor
 
 
-def divided_estimate(options: Estimate) -> Estimated:
-    """Like `worker.estimate.estimate.estimate`. Raises StartError for whatever `serve` would reject before it reads
-    weights."""
-    torch.set_num_threads(options.threads)
-    memory.keep_small()
-    config = snapshot.load_config(options)
-    ranks = tensor_parallel_plan.requested_ranks(options, config)
-    resident = memory.resident()
-    tokenizer = snapshot.load_tokenizer(options)
-    grown = max(0, memory.resident() - resident)
-    on_cpu = device_of(options).type == "cpu"
-    stored = StoredTensors(options)
-    dtype = stored.dtype(options, config)
-    grammars = grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
-    process = estimate.resident_bytes(dtype) if on_cpu else estimate.host_overhead(options)
-    inherited = ranks * memory.inheritance.bytes()  # before the trace: pages that it writes to are not shared any more
-    # Alive until here: on the CPU its memory is part of the figure of each process. Only rank 0 has a tokenizer.
-    del tokenizer
-    traced = trace(options, config, stored, ranks)
-    if on_cpu:
-        kept = HEAP_FACTOR * traced.compute + options.threads * ATTENTION_TILE_BYTES
-        return Estimated(
-            weights=[ranks * traced.weights],
-            context=[ranks * traced.context],
-            compute=[ranks * max(kept, traced.loading - estimate.least_context(options, traced.context))],
-            runtime=[ranks * (process + FIRST_STEPS_BYTES + GLOO_BYTES) + grammars],
-            inherited=inherited,
-        )
-    step = traced.compute + traced.on_device
-    return Estimated(
-        weights=[traced.weights] * ranks,
-        context=[traced.context] * ranks,
-        compute=[step] * ranks,
-        runtime=[estimate.device_overhead(options, step) + NCCL_BYTES] * ranks,
-        host=ranks * (process + STAGING_BYTES + traced.loading) + grown + grammars,
-    )
-
-
-def trace(options: ModelOptions, config: Any, stored: StoredTensors, ranks: int) -> estimate.Traced:
+def trace(options: ModelOptions, config: Any, ranks: int) -> Traced:
     """Return the bytes of one rank. Raises StartError for a model that cannot be divided."""
     ctx_size = requests.context_size(options, architectures.positions(config))
+    stored = StoredTensors(options)
     dtype = stored.dtype(options, config)
     with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
@@ -110,12 +62,14 @@ def trace(options: ModelOptions, config: Any, stored: StoredTensors, ranks: int)
         if options.devices == ("cpu",) and isinstance(runner, PagedRunner):
             heads = config.get_text_config(decoder=True).num_attention_heads // ranks
             peaks += [peak_bytes(step) for step in steps.short_rows(heads)]
-    return estimate.Traced(
+    loading = whole if options.load_format == "dummy" else max(2 * largest, stored.stacked(config) * dtype.itemsize)
+    return Traced(
         weights,
         runner.bytes,
         max(peaks),
         on_device=meta_model.repeated_bytes(config, ctx_size, dtype) // ranks,
-        loading=whole if options.load_format == "dummy" else max(2 * largest, stored.stacked(config) * dtype.itemsize),
+        loading=loading,
+        staged=loading,
     )
 
 

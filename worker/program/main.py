@@ -238,10 +238,9 @@ def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
     with supervision.importing():
         import_module("worker.server.server")
         import_module("worker.engines.transformers.engine")
-        from worker.estimate import estimate, tensor_parallel
+        from worker.estimate import estimate
     limit_cpu(ESTIMATE_CPU_SECONDS)
-    make = tensor_parallel.divided_estimate if command.tensor_parallel > 1 else estimate.estimate
-    channel.send(make(command))
+    channel.send(estimate.estimate(command))
 
 
 def limit_cpu(seconds: float) -> None:

@@ -32,8 +32,7 @@ from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
-from worker.estimate import estimate, largest_steps, meta_model, quantized, tensor_parallel
-from worker.estimate.estimate import Traced
+from worker.estimate import estimate, largest_steps, meta_model, quantized
 from worker.estimate.largest_steps import GenerationSteps
 from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
 from worker.interface import EncoderInput
@@ -258,13 +257,14 @@ def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
         ranks=chosen.tensor_parallel,
         devices=frozenset(DeviceId(LOCAL, HOST if name == "cpu" else int(name[-1])) for name in chosen.devices),
     )
-    make = tensor_parallel.divided_estimate if choice.ranks > 1 else estimate.estimate
-    found = from_trace(make(chosen), preset, first=static_estimate(choice, facts, preset, threads=1, forked=False))
+    found = from_trace(
+        estimate.estimate(chosen), preset, first=static_estimate(choice, facts, preset, threads=1, forked=False)
+    )
     assert found.kv_steps == (2 if facts.aligned else 14)
     # No file states which kinds of layers a part has, so the least cache of a split model with states is a loose bound.
     for steps in {int(family == "jamba"), found.kv_steps if facts.aligned else found.kv_steps // 2}:
         granted = found.granted(steps)
-        exact = make(dataclasses.replace(chosen, kv_tokens=granted.kv_tokens))
+        exact = estimate.estimate(dataclasses.replace(chosen, kv_tokens=granted.kv_tokens))
         if facts.state_layers and steps < found.kv_steps:  # the static bound on what does not grow is above the truth
             for context, size in zip(exact.context, granted.context, strict=True):
                 assert context <= size <= 1.15 * context
@@ -286,7 +286,7 @@ def test_a_load_counts_on_the_least_kv_cache_only(tmp_path: Path) -> None:
     assert estimate.least_context(dataclasses.replace(chosen, kv_tokens=64), 400) == 400
 
 
-def assert_static_covers(chosen: Estimate, facts: Checkpoint, found: Traced | None = None) -> None:
+def assert_static_covers(chosen: Estimate, facts: Checkpoint, found: meta_model.Traced | None = None) -> None:
     """Assert that the static estimate is not below the exact one: as a whole, and in KV cache and activations. Buffers
     that a model makes itself (rotary frequencies, causal masks) are not in its files, so only the whole covers them."""
     found, on_host = found or estimate.trace(chosen, load_config(chosen)), chosen.devices == ("cpu",)
@@ -522,7 +522,7 @@ def test_the_overhead_of_a_process_on_accelerators_is_the_one_measured_before(tm
     several = dataclasses.replace(one, devices=("cuda:0", "cuda:1"))
     said = {
         1: (estimate.estimate(one), estimate.estimate(dataclasses.replace(several, layers=("1", "1")))),
-        2: (tensor_parallel.divided_estimate(dataclasses.replace(several, tensor_parallel=2)),),
+        2: (estimate.estimate(dataclasses.replace(several, tensor_parallel=2)),),
     }
     for ranks, found in ((ranks, found) for ranks, each in said.items() for found in each):
         own = found.host - ranks * (700 * MIB + STAGING_BYTES)

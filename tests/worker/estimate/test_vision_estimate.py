@@ -66,11 +66,11 @@ def options(folder: Path, **settings: Any) -> Estimate:
 
 
 @pytest.fixture(scope="module")
-def traced(snapshot: Path) -> exact.Traced:
+def traced(snapshot: Path) -> meta_model.Traced:
     return exact.trace(options(snapshot), load_config(options(snapshot)))
 
 
-def test_the_step_with_the_largest_image_is_exact(snapshot: Path, traced: exact.Traced) -> None:
+def test_the_step_with_the_largest_image_is_exact(snapshot: Path, traced: meta_model.Traced) -> None:
     chosen = options(snapshot)
     config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
@@ -87,7 +87,9 @@ def test_the_step_with_the_largest_image_is_exact(snapshot: Path, traced: exact.
     assert 0.98 * really <= traced.compute <= 1.1 * really
 
 
-def test_the_static_estimate_with_images_is_never_below_the_exact_one(snapshot: Path, traced: exact.Traced) -> None:
+def test_the_static_estimate_with_images_is_never_below_the_exact_one(
+    snapshot: Path, traced: meta_model.Traced
+) -> None:
     facts = checkpoint.read(snapshot)
     preset = Preset(id="a", path=str(snapshot), ctx_size=CTX, parallel=2, prefill_chunk=32, threads=1)
     [compute] = static(facts, preset, on_host=False).compute
@@ -115,6 +117,6 @@ def test_the_static_estimate_covers_a_tower_of_published_size(tmp_path: Path) ->
     assert traced.compute <= compute
 
 
-def test_images_beyond_the_context_need_no_tower(snapshot: Path, traced: exact.Traced) -> None:
+def test_images_beyond_the_context_need_no_tower(snapshot: Path, traced: meta_model.Traced) -> None:
     small = options(snapshot, ctx_size=8)
     assert exact.trace(small, load_config(small)).compute < 0.5 * traced.compute

@@ -18,7 +18,7 @@ from worker.engines.transformers.load import layer_split, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import StartError
-from worker.estimate import estimate
+from worker.estimate import estimate, meta_model
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
@@ -27,7 +27,7 @@ WHOLE = {**COMMON, "enforce_eager": True}  # of the whole model, only weights an
 DEEP = {"num_hidden_layers": 3}
 
 
-def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estimate.Traced]:
+def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[meta_model.Traced]:
     """The steps of a model on devices that exist in name only: an operator that is given tensors of two of them, or a
     tensor that was not moved, is an error."""
     devices = tuple(f"cuda:{index}" for index in range(len(layers)))

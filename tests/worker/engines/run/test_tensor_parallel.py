@@ -43,7 +43,6 @@ from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import AdapterNotFound, Draining, RankLost, StartError, UnusableAdapter
 from worker.estimate import estimate, tensor_parallel
-from worker.estimate.meta_model import StoredTensors
 from worker.interface import AdapterChoice
 from worker.program import supervision
 from worker.program.main import _follow
@@ -334,16 +333,16 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     config = load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
-    rank = tensor_parallel.trace(each, config, StoredTensors(each), 2)
+    rank = tensor_parallel.trace(each, config, 2)
     assert rank.context == whole.context // 2
     embeddings = 512 * 64 * 4
     half = (whole.weights - embeddings) / 2
     assert half <= rank.weights - embeddings <= half + 4096, "vectors are on both"
     assert 0 < rank.compute <= whole.compute
-    answers = tensor_parallel.divided_estimate(each)
+    answers = estimate.estimate(each)
     assert answers.weights == [rank.weights] * 2
     assert len(answers.runtime) == len(answers.compute) == 2
-    on_host = tensor_parallel.divided_estimate(replace(one, tensor_parallel=2))
+    on_host = estimate.estimate(replace(one, tensor_parallel=2))
     assert on_host.weights == [2 * rank.weights]
     assert on_host.host == 0
 
@@ -355,7 +354,7 @@ def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path:
     plain = Estimate(snapshot=str(folder), devices=("cuda:0", "cuda:1"), tensor_parallel=2, **small)
     adapted = replace(plain, max_loras=3, max_lora_rank=5)
     config = load_config(plain)
-    exact = [tensor_parallel.trace(each, config, StoredTensors(each), 2).weights for each in (plain, adapted)]
+    exact = [tensor_parallel.trace(each, config, 2).weights for each in (plain, adapted)]
     slots = 3 * 5 * 2 * (2 * 96 + 2 * 80 + 3 * 128) * 4
     assert exact[1] - exact[0] == slots
     facts = checkpoint.read(folder)
@@ -380,7 +379,7 @@ def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
     folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, num_hidden_layers=3)
     keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32, "max_loras": max_loras}
     asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, ngram_size=ngram_size, **keys)
-    exact = tensor_parallel.divided_estimate(asked)
+    exact = estimate.estimate(asked)
     words: dict[str, Any] = {
         "spec_type": "ngram-simple" if ngram_size else "none",
         "enable_lora": "on" if max_loras else "off",
