@@ -121,7 +121,7 @@ class StreamFactory:
             raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
         self.check_tokens(request.prompt, "prompt")
         self.check_tokens(request.sampling.logit_bias, "logit_bias")
-        self.check_tokens(request.ends, "stop_token_ids")
+        self.check_tokens(request.ends, "stop_token_ids")  # min_tokens masks them in the logits
 
     def check_tokens(self, tokens: Collection[int], param: str) -> None:
         """Raise InvalidValue for a token id outside the vocabulary. On an accelerator it would end the process."""
