@@ -9,8 +9,6 @@ to disk, or not at all.
 
 import contextlib
 import fcntl
-import json
-import logging
 import os
 import pickle
 import shutil
@@ -26,10 +24,11 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from worker.engines.transformers.load import loader, quantization, safetensors
-from worker.engines.transformers.load.page_cache import PieceWriter
-from worker.engines.transformers.load.snapshot import is_embedder, load_config, load_tokenizer, model_class
+from worker.engines.transformers.load.snapshot import is_embedder, load_config, model_class
 from worker.errors import StartError
+from worker.fetch import fast_tokenizer
 from worker.fetch.pickles import pickle_files
+from worker.fetch.tensor_writer import TensorWriter
 from worker.protocol import pickled_weights
 from worker.protocol.argv import Convert, Estimate, ModelOptions
 from worker.protocol.events import Converted, Event, Exit, Progress
@@ -37,30 +36,11 @@ from worker.protocol.pickled_weights import PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MANIFEST, PART, WEIGHTS, ConversionManifest, encode_manifest
 
 Emit = Callable[[Event], None]
-# A caught parameter by the id of its module and its name there, because its full name is unknown until the model is
-# complete; a buffer by its full name.
-TensorKey = str | tuple[int, str]
-
-log = logging.getLogger(__name__)
 
 MIN_COMPUTED_SHARE = 0.1  # weights are copied if a load would compute at least this share of their bytes; a guess
 SPARE_BYTES = 1 << 30  # disk space left free
 _WAIT_INTERVAL = 0.25  # seconds between two tries to lock the folder of all targets
 _WAIT_REPORT_INTERVAL = 30.0  # most seconds between two events meanwhile
-_WRITE_BYTES = 16 << 20
-# Bytes between two syncs to disk. Unsynced bytes are dirty pages, which other processes cannot use as memory.
-_SYNC_BYTES = 256 << 20
-_HEADER_ALIGNMENT = 64  # of the first tensor in the file; aligned tensors are faster to read
-_TOKENIZER = "tokenizer.json"
-# Texts on which tokenizers differ if they differ at all: blanks, normalization, scripts, digits.
-PROBES = (
-    "The quick brown fox jumps over the lazy dog.",
-    "  two spaces, a tab\t and\n\nlines \r\n",
-    "Größe, naïve, \u0130stanbul, \u212b, e\u0301 and \ufb01",
-    "Быстрая лиса 敏捷的棕色狐狸 素早い茶色の狐 🦊👩‍👩‍👧 \u200d\u00a0",
-    'def f(x: int) -> str:\n    return f"{x:>8}"  # 12345 3.14e-10',
-    "",
-)
 
 
 def convert(command: Convert, emit: Emit) -> Converted:
@@ -77,7 +57,7 @@ def convert(command: Convert, emit: Emit) -> Converted:
     with _turn(target.parent, emit), _unfinished(target) as part:
         if part is None:
             return Converted(weights=0, tokenizer=False)
-        has_tokenizer = _convert_tokenizer(snapshot, part)
+        has_tokenizer = fast_tokenizer.convert(snapshot, part)
         if pickles:
             weights = _convert_pickles(snapshot, pickles, config, part, emit)
             replaced = {path.name for path in pickles} | {PICKLED_INDEX}
@@ -180,60 +160,6 @@ def _write_manifest(part: Path, snapshot: Path, written: Sequence[Path]) -> None
         file.write(encode_manifest(ConversionManifest(source=str(snapshot), files=files)))
         file.flush()
         os.fsync(file.fileno())
-
-
-# The tokenizer
-
-
-def _convert_tokenizer(snapshot: Path, part: Path) -> bool:
-    """Write the fast form of a tokenizer that is stored without it, if it behaves like the one that loading makes."""
-    if (snapshot / _TOKENIZER).exists():
-        return False
-    trial = part / "trial"
-    trial.mkdir()
-    try:
-        loaded = load_tokenizer(Estimate(snapshot=str(snapshot)))
-        fast = getattr(loaded, "backend_tokenizer", None)
-        if fast is None:
-            return False
-        for path in snapshot.iterdir():
-            if path.is_file() and not path.name.endswith(".safetensors"):
-                (trial / path.name).symlink_to(path.resolve())
-        fast.save(str(trial / _TOKENIZER))
-        stored = load_tokenizer(Estimate(snapshot=str(trial)))
-        if found := difference(loaded, stored):
-            log.info("the tokenizer is not converted: its fast form differs in %s", found)
-            return False
-        with (trial / _TOKENIZER).open("rb") as file:
-            os.fsync(file.fileno())
-        os.rename(trial / _TOKENIZER, part / _TOKENIZER)
-        return True
-    except StartError as error:
-        log.info("the tokenizer is not converted: %s", error)
-        return False
-    finally:
-        shutil.rmtree(trial)
-
-
-def difference(first: Any, second: Any) -> str:
-    """Return the first difference between two tokenizers; empty if none was found."""
-    if type(first) is not type(second):
-        return "class"
-    if first.get_vocab() != second.get_vocab():
-        return "vocabulary"
-    if (first.special_tokens_map, first.all_special_ids) != (second.special_tokens_map, second.all_special_ids):
-        return "special tokens"
-    if first.chat_template != second.chat_template or first.model_max_length != second.model_max_length:
-        return "chat template or maximum length"
-    texts = [*PROBES, *(f"a {token} b{token}" for token in first.all_special_tokens)]
-    for text in texts:
-        ids = first.encode(text)
-        plain_ids = first.encode(text, add_special_tokens=False)
-        if ids != second.encode(text) or plain_ids != second.encode(text, add_special_tokens=False):
-            return f"the tokens of {text[:20]!r}"
-        if first.decode(ids) != second.decode(ids):
-            return f"the text of {ids[:8]}"
-    return ""
 
 
 # Pickled weights
@@ -406,7 +332,7 @@ def check_disk_space(folder: Path, free: int, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _caught(writer: "TensorWriter") -> Iterator[None]:
+def _caught(writer: TensorWriter) -> Iterator[None]:
     """Write each weight that loading assigns to a module, and assign a placeholder of the same shape instead. So the
     whole model is never in memory.
     """
@@ -433,7 +359,7 @@ def _is_placeholder(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "is_placeholder", False)
 
 
-def _write_buffers(model: Any, writer: "TensorWriter") -> None:
+def _write_buffers(model: Any, writer: TensorWriter) -> None:
     """Write the stored buffers, which loading does not assign as parameters. Raise StartError for a weight that did not
     come from the files.
     """
@@ -470,69 +396,3 @@ def _check_loads_unchanged(cls: Any, config: Any, part: Path, dtype: torch.dtype
     # Some modules are float32 in any model, so loads always convert those.
     if sum(parameter.nbytes for parameter in copied.values()) > 0.01 * file.size:
         raise StartError(f"{cls.__name__} converts {next(iter(copied))} of the converted weights again")
-
-
-class TensorWriter:
-    """A safetensors file whose tensors are written in the order of their arrival, and whose header is written last,
-    into space reserved for it. Written bytes are synced piece by piece.
-    """
-
-    def __init__(self, path: Path, max_tensors: int, on_sync: Callable[[int], None]):
-        """`on_sync` receives the bytes written so far after each sync."""
-        # bytes before the first tensor: 512 per name are enough in practice, and `finish` checks it
-        self._header_bytes = -(-(8 + 512 + 512 * max_tensors) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
-        self._path = path
-        self._on_sync = on_sync
-        self._end = 0
-        self._synced = 0
-        self._places: dict[TensorKey, tuple[int, torch.dtype, tuple[int, ...]]] = {}  # offset, type and shape
-        self._descriptor = -1
-
-    def __enter__(self) -> "TensorWriter":
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._pieces = PieceWriter(self._descriptor, self._header_bytes)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._descriptor)
-
-    def write(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        if key in self._places:
-            name = key if isinstance(key, str) else key[1]
-            raise StartError(f"{name} was assigned twice while the model was loaded")
-        self._places[key] = (self._end, tensor.dtype, tuple(tensor.shape))
-        if not tensor.numel():
-            return
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        for start in range(0, len(flat), _WRITE_BYTES):
-            stretch = flat[start : start + _WRITE_BYTES]
-            self._pieces.append(stretch.numpy().data)
-            self._end += len(stretch)
-            if self._pieces.written - self._synced >= _SYNC_BYTES:
-                os.fdatasync(self._descriptor)
-                self._synced = self._pieces.written
-                self._on_sync(self._synced - self._header_bytes)
-
-    def elements_by_type(self) -> Counter[torch.dtype]:
-        elements = Counter[torch.dtype]()
-        for _, dtype, shape in self._places.values():
-            elements[dtype] += prod(shape)
-        return elements
-
-    def finish(self, paths: Mapping[int, str]) -> int:
-        """Write the header and sync the file. Return the bytes of the tensors. `paths`: the modules' paths by id."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for key, (start, dtype, shape) in self._places.items():
-            name = key if isinstance(key, str) else f"{paths[key[0]]}.{key[1]}".removeprefix(".")
-            offsets = [start, start + prod(shape) * dtype.itemsize]
-            header[name] = {"dtype": safetensors.NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        size = self._header_bytes - 8
-        if len(text) > size:
-            raise StartError(f"the names of {len(self._places)} tensors need {len(text)} bytes, more than {size}")
-        self._pieces.flush()
-        head = PieceWriter(self._descriptor)
-        head.append(size.to_bytes(8, "little") + text.ljust(size))
-        head.flush()
-        os.fsync(self._descriptor)
-        return self._end
