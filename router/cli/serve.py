@@ -170,37 +170,16 @@ async def _router(
     state = _state_folder(settings)
     _check_locking(settings.sleep_memory, lockable())
     bound = listen.bind(settings)
-    runtime = xdg.runtime(settings.runtime_dir, os.environ, listen.name(bound[0]))
-    logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
+    now = time.time_ns() // 1_000_000  # first ids; on average there is less than one event or line per millisecond
+    logs, events = log_lines.Ring(first=now), EventLog(first=now)
     logging.getLogger().addHandler(logs)
-    events = EventLog(first=time.time_ns() // 1_000_000)  # On average there is less than one event per millisecond.
     log_lines.follow(events)
     devices = Devices(os.environ)
     for note in devices.notes:
         log.info("%s", note)
-    launcher = LocalLauncher(
-        devices=devices,
-        runtime_dir=runtime,
-        environ=os.environ,
-        shared_folder=runtime.absolute().parent / "fleet-router-reservations",
-        offline=settings.offline,
-        hf_token=settings.hf_token,
-        fork_server=settings.fork_server,
-    )
-    async with launcher:
-        writer = ThreadPoolExecutor(1, thread_name_prefix="estimates")
+    async with _launcher(settings, devices, listen.name(bound[0])) as launcher:
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
-        fleet = Fleet(
-            launcher=launcher,
-            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),
-            events=events,
-            files=files,
-            ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
-            presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
-            settings=settings,
-        )
-        launcher.on_reading = fleet.scheduler.plan_soon
-        fleet.scheduler.plan_now()
+        fleet = _fleet(settings, launcher, devices, files, state, events, loaded)
         registry = Registry(
             settings=settings,
             fleet=fleet,
@@ -217,14 +196,52 @@ async def _router(
         )
         events.fold(registry.on_event, mentions=False)
         metrics = Metrics(fleet, events)
-        app = App(registry, Proxy(registry.shared_workers), metrics)
         async with (
-            _listening(app, bound),
+            _listening(App(registry, Proxy(registry.shared_workers), metrics), bound),
             _closing(registry, launcher, stop),
             _background_tasks(registry, metrics, stop),
             _watch(settings, stop),
         ):
             yield registry
+
+
+def _launcher(settings: Settings, devices: Devices, name: str) -> LocalLauncher:
+    """The launcher of a router. `name`: that of its runtime folder. Raises ConfigError."""
+    runtime = xdg.runtime(settings.runtime_dir, os.environ, name)
+    return LocalLauncher(
+        devices=devices,
+        runtime_dir=runtime,
+        environ=os.environ,
+        shared_folder=runtime.absolute().parent / "fleet-router-reservations",
+        offline=settings.offline,
+        hf_token=settings.hf_token,
+        fork_server=settings.fork_server,
+    )
+
+
+def _fleet(
+    settings: Settings,
+    launcher: LocalLauncher,
+    devices: Devices,
+    files: Snapshots,
+    state: Path,
+    events: EventLog,
+    loaded: LoadedPresets,
+) -> Fleet:
+    """The fleet of a router, after its first plan. Raises ConfigError."""
+    writer = ThreadPoolExecutor(1, thread_name_prefix="estimates")
+    fleet = Fleet(
+        launcher=launcher,
+        learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),
+        events=events,
+        files=files,
+        ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
+        presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
+        settings=settings,
+    )
+    launcher.on_reading = fleet.scheduler.plan_soon
+    fleet.scheduler.plan_now()
+    return fleet
 
 
 def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
