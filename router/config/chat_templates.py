@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-import click
-
 from router.config.option_types import Kind, nearest, shown
 
 
@@ -91,16 +89,16 @@ class Template(Kind):
 
     hint = "Jinja text, or a name such as chatml"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value or "{{" in value or "{%" in value:
-            return value
-        if value in NAMES:
-            return jinja(value)
-        if value in NOT_OFFERED:
-            return value  # `resolve` knows the checkpoint, and replaces the name by its own template
-        near = nearest(value, NAMES) or nearest(value, NOT_OFFERED)
+    def read(self, text: str) -> str:
+        if not text or "{{" in text or "{%" in text:
+            return text
+        if text in NAMES:
+            return jinja(text)
+        if text in NOT_OFFERED:
+            return text  # `resolve` knows the checkpoint, and replaces the name by its own template
+        near = nearest(text, NAMES) or nearest(text, NOT_OFFERED)
         hint = f"; did you mean {near}?" if near else "; see chat-template-file"
-        self.fail(f"{shown(value)} is neither Jinja text nor the name of a template{hint}")
+        self.fail(f"{shown(text)} is neither Jinja text nor the name of a template{hint}")
 
     def write(self, value: Any) -> str:
         return next((name for name in NAMES if value == jinja(name)), str(value))

@@ -42,6 +42,13 @@ class Kind(click.ParamType[Any]):
     name = "value"
     hint: str  # the allowed values, in a few words
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.read(value)
+
+    def read(self, text: str) -> Any:
+        """Return the value. Raises click.BadParameter."""
+        raise NotImplementedError
+
     def write(self, value: Any) -> str:
         """A text that converts to `value`."""
         return str(value)
@@ -78,14 +85,15 @@ class Flag(Kind, click.types.BoolParamType):
 
     hint = "on/off"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        word = value.strip().lower()
+    def read(self, text: str) -> bool:
+        word = text.strip().lower()
         if not word:  # click reads it as `off`, but a key without a value is more likely a mistake
             self.fail("the value is empty; write on or off")
         try:
-            return super().convert({"enabled": "on", "disabled": "off"}.get(word, word), param, ctx)
+            words = {"enabled": "on", "disabled": "off"}
+            return click.types.BoolParamType.convert(self, words.get(word, word), None, None)
         except click.BadParameter:
-            self.fail(f"{shown(value)} is neither on nor off")
+            self.fail(f"{shown(text)} is neither on nor off")
 
     def write(self, value: bool) -> str:
         return "on" if value else "off"
@@ -106,15 +114,15 @@ class Integer(Kind, click.IntRange):
         self.words = words or {}
         self.hint = ", ".join([unit, *self.words])
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        word: Any = value.strip().lower()
+    def read(self, text: str) -> int:
+        word: Any = text.strip().lower()
         if word in self.words:
             return self.words[word]
         try:
-            return super().convert(word, param, ctx)
+            return click.IntRange.convert(self, word, None, None)
         except click.BadParameter:
             self.fail(
-                f"{shown(value)} is not a whole number from {self._low} to {self._high}"
+                f"{shown(text)} is not a whole number from {self._low} to {self._high}"
                 + "".join(f", nor {other}" for other in self.words)
             )
 
@@ -133,12 +141,13 @@ class Number(Kind, click.FloatRange):
         super().__init__(low, high)
         self._range = f"{plain(low)} to {plain(high)}"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def read(self, text: str) -> float:
+        word: Any = text.strip()
         with contextlib.suppress(click.BadParameter):
-            found = super().convert(value.strip(), param, ctx)
+            found = click.FloatRange.convert(self, word, None, None)
             if not math.isnan(found):  # click compares it with the limits, and no comparison is true
                 return found
-        self.fail(f"{shown(value)} is not a number from {self._range}")
+        self.fail(f"{shown(text)} is not a number from {self._range}")
 
     def write(self, value: float) -> str:
         return plain(value)
@@ -157,12 +166,12 @@ class OneOf(Kind, click.Choice[str]):
         self.also, self.refused = also or {}, refused or {}
         self.hint = ", ".join(filter(None, values))
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        word = value.strip().lower()
+    def read(self, text: str) -> str:
+        word = text.strip().lower()
         word = self.also.get(word, word)
         if word in self.refused:
             self.fail(f"{word} is not offered by this version: {self.refused[word]}")
-        return super().convert(_brief(word), param, ctx)
+        return click.Choice.convert(self, _brief(word), None, None)
 
 
 class LastOf(OneOf):
@@ -180,11 +189,11 @@ class Span(Kind):
     high: int = 1000
     hint: str = "N or MIN-MAX"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        parts = value.strip().split("-")
+    def read(self, text: str) -> tuple[int, int]:
+        parts = text.strip().split("-")
         numbers = [int(part) for part in parts if _WHOLE.fullmatch(part.strip())]
         if len(numbers) != len(parts) or len(parts) > 2 or not 1 <= numbers[0] <= numbers[-1] <= self.high:
-            self.fail(f"{shown(value)} is not a number from 1 to {self.high}, nor two such as 1-3")
+            self.fail(f"{shown(text)} is not a number from 1 to {self.high}, nor two such as 1-3")
         return numbers[0], numbers[-1]
 
     def write(self, value: tuple[int, int]) -> str:
@@ -199,8 +208,8 @@ class Seconds(Kind):
         self.low, self.off, self.words = low, off, words or {}
         self.hint = ", ".join(["seconds", *self.words, *(["-1"] if off is not None else [])])
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        word = value.strip().lower()
+    def read(self, text: str) -> float:
+        word = text.strip().lower()
         if word in self.words:
             return self.words[word]
         if _DECIMAL.fullmatch(word) and float(word) == -1:
@@ -209,10 +218,10 @@ class Seconds(Kind):
             return self.off
         match = _TIME.fullmatch(word)
         if match is None:
-            self.fail(f"{shown(value)} is not a time; write seconds, or 5m, 2h")
+            self.fail(f"{shown(text)} is not a time; write seconds, or 5m, 2h")
         found = float(match[1]) * _SECONDS[match[2] or ""]
         if not self.low <= found <= 1e9:
-            self.fail(f"{shown(value)} is not a time of {plain(self.low)} seconds or more (and 30 years or less)")
+            self.fail(f"{shown(text)} is not a time of {plain(self.low)} seconds or more (and 30 years or less)")
         return found
 
     def write(self, value: float) -> str:
@@ -227,10 +236,10 @@ class Text(Kind):
     pattern: str = ""
     complaint: str = ""
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if self.pattern and not re.fullmatch(self.pattern, value):
-            self.fail(f"{shown(value)} {self.complaint}")
-        return value
+    def read(self, text: str) -> str:
+        if self.pattern and not re.fullmatch(self.pattern, text):
+            self.fail(f"{shown(text)} {self.complaint}")
+        return text
 
 
 @dataclass(frozen=True)
@@ -241,8 +250,8 @@ class Names(Kind):
     complaint: str = ""
     hint: str = "list"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        items = tuple(dict.fromkeys(item.strip() for item in _items(value) if item.strip()))
+    def read(self, text: str) -> tuple[str, ...]:
+        items = tuple(dict.fromkeys(item.strip() for item in _items(text) if item.strip()))
         for item in items:
             if self.pattern and not re.fullmatch(self.pattern, item):
                 self.fail(f"{shown(item)} {self.complaint}")
@@ -253,29 +262,25 @@ class Names(Kind):
         return ",".join(value) if simple else json.dumps(value, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
 class Groups(Kind):
     """Lists separated by semicolons, each as `Names` reads it."""
 
-    hint: str = "LIST"
+    hint = "LIST"
 
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[str, ...], ...]:
-        return tuple(Names().convert(group, param, ctx) for group in value.split(";") if group.strip())
+    def read(self, text: str) -> tuple[tuple[str, ...], ...]:
+        return tuple(Names().read(group) for group in text.split(";") if group.strip())
 
     def write(self, value: tuple[tuple[str, ...], ...]) -> str:
         return ";".join(map(Names().write, value))
 
 
-@dataclass(frozen=True)
 class Strings(Kind):
     """A JSON list of strings, or a list separated by commas whose items keep their blanks."""
 
-    hint: str = "list, or JSON list"
+    hint = "list, or JSON list"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        items = tuple(item for item in _items(value) if item)
+    def read(self, text: str) -> tuple[str, ...]:
+        items = tuple(item for item in _items(text) if item)
         if any(_unsendable(item) for item in items):
             self.fail("a string has half a surrogate pair")
         return items
@@ -284,21 +289,20 @@ class Strings(Kind):
         return json.dumps(value, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
 class Samplers(Kind):
     """Samplers of llama-server in their order: names separated by `;` or `,`, or one letter each (`kpmt`)."""
 
-    hint: str = "names;names, or letters"
+    hint = "names;names, or letters"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        words = [word.strip() for word in re.split("[;,]", value) if word.strip()]
+    def read(self, text: str) -> tuple[str, ...]:
+        words = [word.strip() for word in re.split("[;,]", text) if word.strip()]
         names = [SAMPLER_ALIASES.get(word, word) for word in words]
         if len(names) == 1 and names[0] not in SAMPLER_LETTERS.values():
             names = [SAMPLER_LETTERS.get(letter, letter) for letter in names[0]]
         for name in names:
             if name not in SAMPLER_LETTERS.values() or names.count(name) > 1:
                 known = ", ".join(SAMPLER_LETTERS.values())
-                self.fail(f"{shown(value)} is not a list of samplers, each once, among {known}")
+                self.fail(f"{shown(text)} is not a list of samplers, each once, among {known}")
         if "infill" in names:
             self.fail("the sampler infill is not offered; leave it out")
         return tuple(names)
@@ -307,18 +311,17 @@ class Samplers(Kind):
         return ";".join(value)
 
 
-@dataclass(frozen=True)
 class LogitBias(Kind):
     """Biases by token id as a JSON object of a request's form: `15043+1`, `15043-0.5,9-inf`, or such an object."""
 
-    hint: str = "ID+BIAS,ID-BIAS, or JSON object"
+    hint = "ID+BIAS,ID-BIAS, or JSON object"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        if value.lstrip().startswith("{"):
-            found: dict[str, Any] = json.loads(JsonObject().convert(value, param, ctx))
+    def read(self, text: str) -> dict[str, Any]:
+        if text.lstrip().startswith("{"):
+            found: dict[str, Any] = json.loads(JsonObject().read(text))
             return found
         biases: dict[str, Any] = {}
-        for item in (item.strip() for item in value.split(",") if item.strip()):
+        for item in (item.strip() for item in text.split(",") if item.strip()):
             match = _BIAS.fullmatch(item)
             if match is None:
                 self.fail(f"{shown(item)} is not a token id with a bias; write 15043+1 or 15043-inf")
@@ -337,51 +340,47 @@ class Memory(Kind):
     hint: str = "MiB"
     unit: str = "MiB"  # of a number without one, for messages
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = _SIZE.fullmatch(value.strip())
+    def read(self, text: str) -> int:
+        match = _SIZE.fullmatch(text.strip())
         if match is None or match[2].lower() not in _BYTES:
-            self.fail(f"{shown(value)} is not a size; write {self.unit}, or 9GiB, 512MB")
+            self.fail(f"{shown(text)} is not a size; write {self.unit}, or 9GiB, 512MB")
         size = float(match[1]) * _BYTES[match[2].lower()]
         if size >= 1 << 60:
-            self.fail(f"{shown(value)} is more than any device has; write {self.unit}, or 9GiB, 512MB")
+            self.fail(f"{shown(text)} is more than any device has; write {self.unit}, or 9GiB, 512MB")
         if int(size) < self.low:
             least = self.write(self.low)
-            self.fail(f"{shown(value)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
+            self.fail(f"{shown(text)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
         return int(size)
 
     def write(self, value: int) -> str:
         return str(value // MIB) if value % MIB == 0 else f"{value}B"
 
 
-@dataclass(frozen=True)
 class Share(Kind):
     """A share above 0 and up to 1, as a number or a percentage: `0.9`, `90%`."""
 
-    hint: str = "0.9, or 90%"
+    hint = "0.9, or 90%"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = value.strip()
-        number, divisor = (text[:-1].strip(), 100) if text.endswith("%") else (text, 1)
+    def read(self, text: str) -> float:
+        word = text.strip()
+        number, divisor = (word[:-1].strip(), 100) if word.endswith("%") else (word, 1)
         share = float(number) / divisor if _DECIMAL.fullmatch(number) else 0.0
         if not 0 < share <= 1:
-            self.fail(f"{shown(value)} is not a share above 0 and up to 1; write 0.9, or 90%")
+            self.fail(f"{shown(text)} is not a share above 0 and up to 1; write 0.9, or 90%")
         return share
 
     def write(self, value: float) -> str:
         return plain(value)
 
 
-@dataclass(frozen=True)
 class Sizes(Kind):
     """Sizes in bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
 
-    hint: str = "GiB, or GiB,GiB by device"
+    hint = "GiB, or GiB,GiB by device"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        items = [item.strip() for item in value.split(",") if item.strip()]
-        sizes = tuple(
-            Memory(unit="GiB").convert(f"{item}GiB" if _DECIMAL.fullmatch(item) else item, param, ctx) for item in items
-        )
+    def read(self, text: str) -> tuple[int, ...]:
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        sizes = tuple(Memory(unit="GiB").read(f"{item}GiB" if _DECIMAL.fullmatch(item) else item) for item in items)
         if items and not any(sizes):
             self.fail("no size above 0 is given")
         return sizes
@@ -390,19 +389,18 @@ class Sizes(Kind):
         return ",".join(plain(size / (1 << 30)) if size % MIB == 0 else f"{size}B" for size in value)
 
 
-@dataclass(frozen=True)
 class Numbers(Kind):
     """Proportions, at least two of them above 0: `3,1`."""
 
-    hint: str = "N,N by device"
+    hint = "N,N by device"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if not value.strip():
+    def read(self, text: str) -> tuple[float, ...]:
+        if not text.strip():
             return ()
-        items = re.split(r"[,/]", value.strip())
-        numbers = tuple(Number(low=0.0).convert(item, param, ctx) for item in items)
+        items = re.split(r"[,/]", text.strip())
+        numbers = tuple(Number(low=0.0).read(item) for item in items)
         if sum(1 for number in numbers if number) < 2:
-            self.fail(f"{shown(value)} names no two shares; for one device, write device = it")
+            self.fail(f"{shown(text)} names no two shares; for one device, write device = it")
         return numbers
 
     def write(self, value: tuple[float, ...]) -> str:
@@ -418,11 +416,9 @@ class MemoryByDevice(Kind):
     shares: bool = False  # a size may be a percentage of the device: `cuda:0=90%`, as a `DeviceShare`
     hint: str = "MiB, or cuda:0=MiB,cpu=MiB"
 
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, int | DeviceShare]:
+    def read(self, text: str) -> dict[str, int | DeviceShare]:
         sizes: dict[str, int | DeviceShare] = {}
-        items = [item.strip() for item in value.split(",") if item.strip()]
+        items = [item.strip() for item in text.split(",") if item.strip()]
         if not items:
             self.fail("no size is given")
         for position, item in enumerate(items):
@@ -434,9 +430,9 @@ class MemoryByDevice(Kind):
             if name in sizes:
                 self.fail(f"{name} stands there twice")
             if self.shares and size.endswith("%"):
-                sizes[name] = DeviceShare(Share().convert(size, param, ctx))
+                sizes[name] = DeviceShare(Share().read(size))
             else:
-                sizes[name] = Memory(low=self.low).convert(size, param, ctx)
+                sizes[name] = Memory(low=self.low).read(size)
         return sizes
 
     def write(self, value: Mapping[str, int | DeviceShare]) -> str:
@@ -446,16 +442,15 @@ class MemoryByDevice(Kind):
         return ",".join(f"{name}={size}" if name else size for name, size in sizes.items())
 
 
-@dataclass(frozen=True)
 class DeviceNames(Kind):
     """`auto` (empty), `cpu`, or accelerators as `cuda:0`, `0`, `gpu0` or a UUID."""
 
-    hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"
+    hint = "auto, cpu, cuda:0,cuda:1 or UUIDs"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if value.strip().lower() in {"auto", "", "*", "cuda", "gpu"}:  # FastChat's default is `cuda`
+    def read(self, text: str) -> tuple[str, ...]:
+        if text.strip().lower() in {"auto", "", "*", "cuda", "gpu"}:  # FastChat's default is `cuda`
             return ()
-        names = tuple(dict.fromkeys(device_name(item) for item in re.split("[,;]", value) if item.strip()))
+        names = tuple(dict.fromkeys(device_name(item) for item in re.split("[,;]", text) if item.strip()))
         if "cpu" in names and len(names) > 1:
             self.fail("cpu and accelerators do not mix; name one kind")
         return names
@@ -464,22 +459,21 @@ class DeviceNames(Kind):
         return ",".join(value) or "auto"
 
 
-@dataclass(frozen=True)
 class JsonObject(Kind):
     """A JSON object as normalized text, with sorted members and without blanks; empty text: no object."""
 
-    hint: str = "JSON object"
+    hint = "JSON object"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value.strip():
+    def read(self, text: str) -> str:
+        if not text.strip():
             return ""
         try:
-            found = json.loads(value, parse_constant=_no_constant)
+            found = json.loads(text, parse_constant=_no_constant)
             normal = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         except (ValueError, RecursionError):
-            self.fail(f"{shown(value)} is not JSON")
+            self.fail(f"{shown(text)} is not JSON")
         if not isinstance(found, dict):
-            self.fail(f"{shown(value)} is not a JSON object")
+            self.fail(f"{shown(text)} is not a JSON object")
         if _unsendable(normal):
             self.fail("the JSON has half a surrogate pair")
         return normal

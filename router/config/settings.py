@@ -56,8 +56,8 @@ class _Secret(Kind):
     many: bool = True
     hint: str = "KEY"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        items = [item.strip() for item in (value.split(",") if self.many else [value]) if item.strip()]
+    def read(self, text: str) -> Any:
+        items = [item.strip() for item in (text.split(",") if self.many else [text]) if item.strip()]
         if not items or not all(KEY.fullmatch(item) for item in items):
             self.fail("a key must be 1 to 512 ASCII characters without blanks")  # click would repeat the value
         return tuple(items) if self.many else items[0]
@@ -70,13 +70,13 @@ class _Secret(Kind):
 class _Models(Names):
     """Names of models, also as LMI's load_models has them: `name:version:engine:devices=MODEL`, perhaps in brackets."""
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if value.strip() == "ALL":
+    def read(self, text: str) -> tuple[str, ...]:
+        if text.strip() == "ALL":
             self.fail("ALL is for LMI's model store; give it as --models-dir, with load-on-startup = on in [*]")
-        matches = [_LMI_MODEL.fullmatch(item.strip()) for item in value.split(",")]
+        matches = [_LMI_MODEL.fullmatch(item.strip()) for item in text.split(",")]
         found = [match for match in matches if match]
         if len(found) < len(matches):
-            return super().convert(value, param, ctx)
+            return super().read(text)
         for match in found:
             engine = [*(match[1] or match[2]).split(":"), "", ""][2]
             if engine.casefold() not in ("", "python", "mpi"):
