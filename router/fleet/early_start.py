@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from router.launch.interface import EarlyProcess
+from router.launch.process import tasks_of
 from router.planner.availability import FreeMemory
 from router.planner.ledger import HOST, MAIN_MEMORY, Device, DeviceId, Resident
 from router.planner.planner import queue_order
@@ -80,13 +81,8 @@ class EarlyStart:
         """Wait for the process of a worker that has its place; None if there is none."""
         if self.phase is not Phase.TAKEN:
             return None
-        spawned = asyncio.ensure_future(self._spawned.wait())
-        ended = asyncio.ensure_future(self.reached(Phase.ENDED))
-        try:
-            await asyncio.wait({spawned, ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            spawned.cancel()
-            ended.cancel()
+        async with tasks_of(self._spawned.wait(), self.reached(Phase.ENDED)) as either:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self.process if self.phase < Phase.ENDED else None
 
 

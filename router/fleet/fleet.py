@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 from router.config.presets import Preset
 from router.config.settings import Settings
@@ -24,6 +23,7 @@ from router.fleet.scheduler import FleetScheduler
 from router.fleet.sleeping_weights import AllSleepingWeights, SleepingWeights
 from router.fleet.worker import State, Worker, append_state
 from router.launch.interface import Launcher
+from router.launch.process import tasks_of
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Ledger
 from router.store.snapshots import Snapshots
@@ -320,12 +320,8 @@ class Fleet:
         worker = self.model(id).open
         if worker is None or worker.state is State.DOWNLOADING:
             return
-        considered = asyncio.ensure_future(worker.queue.considered.wait())
-        either: set[asyncio.Future[Any]] = {considered, task}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            considered.cancel()
+        async with tasks_of(worker.queue.considered.wait()) as (considered,):
+            await asyncio.wait({considered, task}, return_when=asyncio.FIRST_COMPLETED)
         if worker.stopped.is_set() and not task.done():
             # The task gets the outcome in a later pass of the event loop. It has none yet if its lease moves to another
             # worker.

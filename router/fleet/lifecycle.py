@@ -31,6 +31,7 @@ from router.fleet.load_cost import (
 from router.fleet.worker import State, Worker, enter, estimated
 from router.fleet.worker_argv import options, program_of, serve_fields
 from router.launch.interface import EarlyProcess, Listen, NotLocked, NotStarted, Program, WorkerLost, WorkerProcess
+from router.launch.process import tasks_of
 from router.memory.checkpoint_facts import EstimateError
 from router.planner.ledger import MAIN_MEMORY
 from router.planner.types import Start
@@ -189,12 +190,8 @@ async def _prefetching(worker: Worker, fleet: Fleet) -> AsyncIterator[None]:
         seconds = round(fleet.now() - began, 3)
         fleet.events.append("read_ahead", worker.preset.id, worker=worker.id, bytes=size, seconds=seconds)
 
-    task = asyncio.ensure_future(prefetch())
-    try:
+    async with tasks_of(prefetch()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -247,10 +244,7 @@ async def _start_early(worker: Worker, fleet: Fleet, program: Program, listener:
 async def _until_ending(worker: Worker, fleet: Fleet, process: EarlyProcess) -> None:
     """Return once the phase is ENDING. Raises WorkerLost if the process is lost before the worker has its place."""
     early = worker.early
-    ending = asyncio.ensure_future(early.reached(Phase.ENDING))
-    prepared = asyncio.ensure_future(process.prepared())
-    lost = asyncio.ensure_future(process.lost())
-    try:
+    async with tasks_of(early.reached(Phase.ENDING), process.prepared(), process.lost()) as (ending, prepared, lost):
         await asyncio.wait({ending, prepared}, return_when=asyncio.FIRST_COMPLETED)
         if prepared.done() and not ending.done():
             prepared.result()
@@ -261,10 +255,6 @@ async def _until_ending(worker: Worker, fleet: Fleet, process: EarlyProcess) -> 
         if not ending.done() and not worker.queue.granted.done():
             raise lost.result()
         await asyncio.wait({ending})
-    finally:
-        for task in (ending, prepared, lost):
-            task.cancel()
-        await asyncio.gather(ending, prepared, lost, return_exceptions=True)
 
 
 def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
@@ -372,10 +362,7 @@ async def _until_granted(worker: Worker, work: Coroutine[Any, Any, object]) -> N
 
 async def _until_drained_or_lost(worker: Worker, fleet: Fleet, process: WorkerProcess) -> None:
     """Wait until the worker is retired and drained. Raises WorkerLost as soon as its process is lost."""
-    lost = asyncio.ensure_future(process.lost())
-    over = asyncio.ensure_future(_drain(worker, fleet))
-    unreachable = asyncio.ensure_future(process.unreachable())
-    try:
+    async with tasks_of(process.lost(), _drain(worker, fleet), process.unreachable()) as (lost, over, unreachable):
         await asyncio.wait({lost, over, unreachable}, return_when=asyncio.FIRST_COMPLETED)
         if not (lost.done() or over.done()):
             fleet.replace(worker)
@@ -387,9 +374,6 @@ async def _until_drained_or_lost(worker: Worker, fleet: Fleet, process: WorkerPr
             worker.reason = worker.lost.cause
             raise worker.lost
         over.result()
-    finally:
-        for task in (lost, over, unreachable):
-            task.cancel()
 
 
 async def _drain(worker: Worker, fleet: Fleet) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.launch.interface import NotLocked
+from router.launch.process import tasks_of
 from router.planner.ledger import MAIN_MEMORY, Resident
 
 if TYPE_CHECKING:  # both import this module
@@ -139,15 +140,10 @@ async def hold(weights: SleepingWeights, fleet: Fleet) -> None:
             weights.is_locked = True
             _append_event(weights, fleet, "locked")
             fleet.scheduler.plan_soon()
-            lost = asyncio.ensure_future(locked.lost())
-            released = asyncio.ensure_future(weights.released.wait())
-            try:
+            async with tasks_of(locked.lost(), weights.released.wait()) as (lost, released):
                 await asyncio.wait({lost, released}, return_when=asyncio.FIRST_COMPLETED)
                 if not released.done():
                     raise lost.result()
-            finally:
-                for task in (lost, released):
-                    task.cancel()
     except NotLocked as failed:
         log.warning("%s: its weights cannot stay in main memory: %s", weights, failed)
         weights.release("failed")
