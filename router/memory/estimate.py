@@ -14,7 +14,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import (
@@ -266,51 +266,66 @@ def estimate(
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
         own = (extra,) * shards
         return MemoryEstimate(required, none, none, own, host, "preset", extra, layers=layers, overhead=overhead)
-    tokens = effective_ctx(facts, preset)
-    whole = weight_bytes(facts, preset, on_host=on_host)
-    source: Source = "static"
-    note = ""
-    caches: tuple[KvRange, ...] = (KvRange(),)
-    if layers:
-        weights = _weights_by_shard(facts, preset, whole, layers)
-        caches = tuple(kv_range(_part(facts, count), preset, tokens, on_host=False) for count in layers)
-        context = tuple(cache.least for cache in caches)
-        head = 0 if facts.tied else len(layers) - 1  # the shard with the output head, and so with the logits
-        compute = tuple(
-            compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
-            for shard in range(shards)
-        )
-    else:
-        try:
-            caches = (kv_range(facts, preset, tokens, on_host=on_host),)
-            step = compute_bytes(facts, preset, tokens, on_host=on_host)
-            cache = caches[0].least
-            step = kept_bytes(facts, preset, step, cache) if on_host else step
-        except UnknownArchitecture as unknown:
-            if not whole:
-                raise
-            # The guess is for all of the cache. Without facts there are no bytes of a step, so it has no range.
-            caches = (KvRange(),)
-            source, (cache, step) = "weights", _guess(facts, preset, whole, tokens, on_host=on_host)
-            note = (
-                f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
-                f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
-            )
-        weights, context, compute = (whole,), (cache,), (step,)
+    of_model = _split_segments(facts, preset, layers) if layers else _whole_segments(facts, preset, on_host=on_host)
     return MemoryEstimate(
-        weights=weights,
-        context=context,
-        compute=compute,
-        runtime=tuple(runtime + (0 if on_host else beside_steps(step)) + extra for step in compute),
+        weights=of_model.weights,
+        context=of_model.context,
+        compute=of_model.compute,
+        runtime=tuple(runtime + (0 if on_host else beside_steps(step)) + extra for step in of_model.compute),
         host=beside,
-        source=source,
+        source="weights" if of_model.note else "static",
         reserved=extra,
-        note=note,
+        note=of_model.note,
         layers=layers,
         overhead=overhead,
         process=process,
-        **range_fields(caches),
+        **range_fields(of_model.caches),
     )
+
+
+class _Segments(NamedTuple):
+    """The bytes of a model by shard, without its process."""
+
+    weights: tuple[int, ...]
+    context: tuple[int, ...]
+    compute: tuple[int, ...]
+    caches: tuple[KvRange, ...]
+    note: str = ""  # that they are a guess, and why; empty: they are not
+
+
+def _split_segments(facts: Checkpoint, preset: Preset, layers: tuple[int, ...]) -> _Segments:
+    """Return the segments of a model with so many `layers` on each accelerator."""
+    tokens = effective_ctx(facts, preset)
+    whole = weight_bytes(facts, preset, on_host=False)
+    caches = tuple(kv_range(_part(facts, count), preset, tokens, on_host=False) for count in layers)
+    head = 0 if facts.tied else len(layers) - 1  # the shard with the output head, and so with the logits
+    compute = tuple(
+        compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
+        for shard in range(len(layers))
+    )
+    context = tuple(cache.least for cache in caches)
+    return _Segments(_weights_by_shard(facts, preset, whole, layers), context, compute, caches)
+
+
+def _whole_segments(facts: Checkpoint, preset: Preset, *, on_host: bool) -> _Segments:
+    """Return the segments of a model on one device: a guess from the weights if its architecture is unknown."""
+    tokens = effective_ctx(facts, preset)
+    whole = weight_bytes(facts, preset, on_host=on_host)
+    try:
+        cache = kv_range(facts, preset, tokens, on_host=on_host)
+        step = compute_bytes(facts, preset, tokens, on_host=on_host)
+        step = kept_bytes(facts, preset, step, cache.least) if on_host else step
+    except UnknownArchitecture as unknown:
+        if not whole:
+            raise
+        # The guess is for all of the cache. Without facts there are no bytes of a step, so it has no range.
+        context, step = _guess(facts, preset, whole, tokens, on_host=on_host)
+        note = (
+            f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
+            f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
+        )
+        return _Segments((whole,), (context,), (step,), (KvRange(),), note)
+    return _Segments((whole,), (cache.least,), (step,), (cache,))
 
 
 def range_fields(caches: Sequence[KvRange]) -> dict[str, Any]:
