@@ -349,13 +349,8 @@ async def _wait_for_place(worker: Worker, fleet: Fleet, program: Program) -> Sta
 
 async def _until_granted(worker: Worker, work: Coroutine[Any, Any, object]) -> None:
     """Run `work`; cancel it when the place is reserved. Raises its exceptions."""
-    task = asyncio.ensure_future(work)
-    either: set[asyncio.Future[Any]] = {worker.queue.granted, task}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
+    async with tasks_of(work) as (task,):
+        await asyncio.wait({worker.queue.granted, task}, return_when=asyncio.FIRST_COMPLETED)
     if not task.cancelled():
         task.result()
 
