@@ -173,8 +173,6 @@ class WorkerCrashed(ApiError):
 
 
 class Starting(ApiError):
-    """All slots are busy. Only GET /slots with fail_on_no_slot gets it; requests wait."""
-
     status, type, reason, should_retry = 503, "unavailable_error", "starting", True
 
 
@@ -191,6 +189,8 @@ class LoadBackoff(ApiError):
 
 
 class SlotsBusy(ApiError):
+    """All slots are busy. Only GET /slots with fail_on_no_slot gets it; requests wait."""
+
     status, type, reason, should_retry = 503, "unavailable_error", "no_slot", True
 
 

@@ -19,10 +19,14 @@ log = logging.getLogger("router.events")
 class Event:
     """One event. Immutable. `time` is wall-clock seconds, for display; the order is by `id`.
 
-    Kinds: `state` (a worker changed its state), `progress` (of a load), `plan` (a decision and its figures), `request`
-    (a request ended), `config` (presets changed), `listed` (a model changed or is new), `removed` (a model is no longer
-    listed), `sleeping_weights` (locked or released), `converted` (a snapshot was converted, or its
-    conversion failed), `shutdown`."""
+    Kinds:
+        state, progress, estimate, back_off, oversized   of a worker and its load
+        plan, refused                                    a decision and its figures; rejected requests
+        waited, request                                  a request got its worker; it ended
+        converted, read_ahead, sleeping_weights          of files
+        config, config_refused, listed, removed          of the list of models
+        shutdown
+    """
 
     id: int
     time: float

@@ -125,7 +125,7 @@ def state_line(event: Event) -> str:
     """`demo-a#3 starting→ready load_seconds=3.2 measured=512MiB@cpu`."""
     data = dict(event.data)
     was = data.pop("was", None)
-    data.pop("beside", None)
+    data.pop("extra_worker", None)
     worker, state = data.pop("worker"), data.pop("state")
     moved = f"{was}→{state}" if was else ("draining" if data.pop("draining", False) else state)
     fields = []

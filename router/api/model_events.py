@@ -113,7 +113,7 @@ async def render(registry: Registry, event: Event, name: str, *, last: bool = Tr
             source = (listed.preset.repo if listed is not None else "") or name
             progress = {"progress": bytes_by_source(source, data["done"], data["total"], data.get("files", {}))}
             return [frame(id, name, "download_progress", progress)]
-        case "progress" if not data.get("beside"):
+        case "progress" if not data.get("extra_worker"):
             share = data["done"] / data["total"] if data["total"] else 0.0
             stage = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
             progress = progress_object(min(1.0, share), stage)
@@ -136,7 +136,7 @@ async def _render_state(
             frames.append(frame(None, model, "download_failed", _download_failure(data)))
         else:
             frames.append(frame(None, model, "download_finished", {}))
-    if data.get("beside"):  # an extra worker: the status of the model does not change
+    if data.get("extra_worker"):  # an extra worker: the status of the model does not change
         return frames
     change: dict[str, Any] = {"status": VALUES.get(state, "unloaded")}
     if state is State.READY and not data.get("draining") and listed is not None:

@@ -42,10 +42,11 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
 def sections(
     named: Sequence[NamedModel], present: Collection[str], *, working: str, disk: DiskReader
 ) -> tuple[dict[str, ini.Section], tuple[ini.Section, ...]]:
-    """The settings for sections of the file that are named, by name, and one further section for each other model.
+    """Return the sections of the models named at start: additions to sections of the file, by name, and one new section
+    for each other model.
 
-    `present`: names of the sections of the file. The ids of further sections differ from them and from each other, in
-    any case of letters.
+    `present`: names of the sections of the file. The ids of new sections differ from them and from each other, without
+    regard to case.
     """
     named = _distinct(named, working, disk)
     used, chosen, added = {name.casefold() for name in present}, dict[str, ini.Section](), list[ini.Section]()

@@ -61,7 +61,7 @@ Layer = dict[str, Setting]
 
 
 def _completes(layer: Layer, spelling: Spelling) -> bool:
-    """True if `layer` has the same key by a spelling for another part of the value (cache-type-k, cache-type-v)."""
+    """True if `layer` has the other half of the same key: cache-type-k and cache-type-v may both be given."""
     before = layer.get(spelling.canonical)
     return before is not None and isinstance(spelling.word, PresetKey) and spelling.word.sets_other_part(
         before.name, spelling.name

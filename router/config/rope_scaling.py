@@ -22,7 +22,9 @@ _OTHERS = {"rope-freq-scale": "1", "yarn-ext-factor": "-1"}  # keys that would c
 
 
 def keys_of(text: str) -> dict[str, str]:
-    """Return the keys that a JSON object means, with their values. They replace all keys for scaling of other places.
+    """Return the keys that a JSON object means, with their values.
+
+    They are all keys of scaling, so that no key of a weaker source is left beside those of the object.
 
     Raises ValueError or click.BadParameter with the way out.
     """

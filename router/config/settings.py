@@ -33,8 +33,8 @@ from worker.protocol.memory import MIB
 
 MAX_BUFFERED = 512 * MIB  # bytes of all request bodies in memory, and so of each; more are rejected
 _TLS = "a proxy in front of the router offers TLS"
-# Options of other servers, or of the design, that this version does not have, with what to do instead. They have their
-# own message, to distinguish them from keys.
+# Options of other servers that this version does not have, with what to do instead (empty: remove it). Without this
+# table they would be reported as unknown keys of models.
 UNAVAILABLE: Mapping[str, str] = {
     "cluster": "", "log-file": "redirect stderr", "secure-mode": "", "worker-port-range": "",
     "ssl-cert-file": _TLS, "ssl-key-file": _TLS,

@@ -430,7 +430,7 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                 worker.state is not State.QUEUED
             ):  # an early start reports too, but the worker still waits
                 if worker.load.report(event, fleet.now()):
-                    data = {**worker.load.as_dict(), **({"beside": True} if worker.has_open_sibling else {})}
+                    data = {**worker.load.as_dict(), **({"extra_worker": True} if worker.has_open_sibling else {})}
                     if event.files:
                         data["files"] = event.files
                     fleet.events.append("progress", worker.preset.id, worker=worker.id, **data)

@@ -117,8 +117,8 @@ class Model:
     def wanted_since(self, now: float) -> float:
         """Return the time since which a replica is wanted.
 
-        For the minimum of `replicas` it is the start of the model's use. So of two models that cannot both have their
-        minimum, one keeps its replica, and they do not evict each other's in turn.
+        For the minimum of `replicas` it is the start of the model's use. With the present time, two models that cannot
+        both have their minimum would evict each other's replica in turn.
         """
         return now if self.is_crowded else self.in_use_since
 

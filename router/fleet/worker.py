@@ -430,7 +430,7 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
             if worker.lost.exit is not None:
                 data["exit_code"] = worker.lost.exit
     if worker.has_open_sibling:
-        data["beside"] = True
+        data["extra_worker"] = True
     events.append("state", worker.preset.id, **data, **facts)
 
 

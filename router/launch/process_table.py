@@ -11,8 +11,8 @@ misses.
 Only descendants of the worker that ended are killed. A child of ours counts as one if it lives in the worker's session,
 or names the worker's run (in the environment variable `TAG` or the socket on its command line), or cannot be examined:
 it is then some worker's fork, as these are unreadable. Children that the router itself started are `known` and never
-touched, nor is any process in the router's session. Of a zombie only the session is known: it is reaped if it was
-examined while it lived, or if no process started by the router could look like it.
+touched, nor is any process in the router's session. Of a zombie only the session is known. One that leads its session
+may have been started by a library in the router, so it is reaped only if it was examined while it lived.
 """
 
 import asyncio

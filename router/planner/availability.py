@@ -203,7 +203,7 @@ class FreeMemoryTimeline:
         self.last = first
         self.least = first
         self.has_later_moments = False  # victims leave after the first moment
-        # Devices with claims only: a device that was overcommitted before is no reason to keep a victim's exit.
+        # Devices with claims only: one that was overcommitted before this plan is no reason to evict a resident.
         self._committed = first.copy()
         self._committed._figures, self._committed.free = {}, {}
 

@@ -15,9 +15,9 @@ that may all leave first; fewest busy victims; the least valuable worst victim; 
 used.
 
 The first in the queue always gets its place. A worker may leave, used or not, once its minimum residency and the
-demand's swap patience are over. A claim is only replaced by one whose victims may all leave now, or not later, and a
-claimed place takes no newcomers, so that time never moves away. Memory that is freed goes to claims in the order of the
-queue: a demand behind never starts in memory that was freed for a demand ahead.
+demand's swap patience are over. That time never moves away: a claim is only replaced by one whose victims leave now, or
+no later, and no other model starts at a claimed place. Memory that is freed goes to claims in the order of the queue: a
+demand behind never starts in memory that was freed for a demand ahead.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

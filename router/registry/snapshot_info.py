@@ -45,7 +45,7 @@ class SnapshotInfo:
 
     def clear(self) -> None:
         """Drop all facts, because files may have changed."""
-        self._known, self._unreadable = {}, {}  # anew: a reading that runs may still add old facts to the others
+        self._known, self._unreadable = {}, {}  # new mappings: a running read adds its old facts to the old ones
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts of the preset's checkpoint.
