@@ -66,25 +66,18 @@ class Machine:
     ) -> MemoryEstimate:
         """The best estimate without a run of the worker program. Without `learns`, learned figures are left out. Raises
         EstimateError."""
-        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+        forked, threads = self.forks(preset), _threads(preset, choice)
         return best_estimate(
-            choice,
-            facts,
-            preset,
-            self.readings,
-            self._records,
-            forked=self.forks(preset),
-            threads=threads,
-            or_executed=True,
+            choice, facts, preset, self.readings, self._records, forked=forked, threads=threads, or_executed=True,
             learns=learns,
-        )
+        )  # fmt: skip
 
     def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> MemoryEstimate:
         """The static estimate, with the process overhead that was measured on this machine. Raises EstimateError."""
         forked, overhead = self.forks(preset), UNKNOWN
         if self._records is not None:
             overhead = self._records.overhead(sharding.device_type(choice, self.readings), forked=forked)
-        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+        threads = _threads(preset, choice)
         return sharding.static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
 
     def exact(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, folder: Path) -> MemoryEstimate:
@@ -124,8 +117,7 @@ class Machine:
         bounds: Mapping[DeviceId, int],
     ) -> Remedies:
         """The keys with which a model would fit that does not."""
-        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
-        room = {**self.capacities, **bounds}
+        room, threads = {**self.capacities, **bounds}, _threads(preset, choice)
         return remedies(facts, preset, choice, estimate, room, threads=threads, forked=self.forks(preset))
 
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
@@ -224,6 +216,10 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
             lines += [str(answer.remedies)] * bool(answer.remedies.settings)
             found[preset.id] = f"{preset.id}: {'; '.join(' '.join(line.split()) for line in lines)}"
     return found, warnings
+
+
+def _threads(preset: Preset, choice: sharding.Choice) -> int:
+    return worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
 
 
 def _files(preset: Preset, machine: Machine, temporary: Path) -> tuple[Path, str]:

@@ -106,15 +106,18 @@ def _joined(args: list[str]) -> list[str]:
 
 def _row(option: Option) -> tuple[str, str]:
     name = f"--[no-]{option.flag}" if option.is_flag else f"--{option.flag} {_metavar(option)}"
-    default = option.unset or option.kind.write(getattr(Settings(), option.field))
-    facts = "; ".join([default, *option.env])
+    facts = "; ".join([_default_of(option), *option.env])
     return ", ".join([name, *option.also]), f"{option.help}  [{facts}]"
 
 
 def short_row(option: Option) -> tuple[str, str]:
     short = next((f"{name}, " for name in option.also if len(name) <= 3), "")
     name = f"{short}--{option.flag}" + ("" if option.is_flag else f" {_metavar(option)}")
-    return name, f"{option.help}  [{option.unset or option.kind.write(getattr(Settings(), option.field))}]"
+    return name, f"{option.help}  [{_default_of(option)}]"
+
+
+def _default_of(option: Option) -> str:
+    return option.unset or option.kind.write(getattr(Settings(), option.field))
 
 
 def _metavar(option: Option) -> str:

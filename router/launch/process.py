@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
 
 
 @contextlib.asynccontextmanager
-async def tasks_of(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+async def tasks_of(*work: Awaitable[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
     """Run each of `work` in a task for the length of the block. Tasks that are left at its end are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from router.launch.devices import OomKills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.fork_server import ForkServerSupervisor
 from router.launch.interface import Listen, Program, WorkerLost
-from router.launch.process import MAX_LATENESS, Child
+from router.launch.process import MAX_LATENESS, Child, tasks_of
 from router.launch.readings import Claim, DeviceSampler
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
@@ -246,16 +246,12 @@ class LocalWorker:
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises WorkerLost as soon as the process is lost."""
-        task = asyncio.ensure_future(work)
-        either: set[asyncio.Future[Any]] = {task, self._lost}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        async with tasks_of(work) as (task,):
+            await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
                 raise self._lost.result()
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            result: T = task.result()
+            return result
 
     async def _check_health(self) -> None:
         """Check that it answers HTTP: its `ready` event does not prove that its socket can be reached."""

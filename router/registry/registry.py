@@ -176,7 +176,7 @@ class Registry:
             if section:
                 self.overrides.sections[id] = section
             self.file_presets[id] = preset
-            self._apply_overrides()
+            self.shared_workers.update(*self.overrides.apply(self.file_presets))
             self._update_names()
             return preset
 
@@ -194,24 +194,23 @@ class Registry:
     def pin(self, id: str, *, pinned: bool) -> None:
         """Pin or unpin model `id` and all that share its worker. Takes precedence over presets."""
         self.overrides.pinned |= dict.fromkeys(self.shared_workers.find(id).names, pinned)
-        self._apply_overrides()
-        self.events.append("listed", id)
+        self._apply_overrides(id)
 
     def scale(self, id: str, replicas: tuple[int, int]) -> None:
         """Set the least and most workers of model `id` and all that share them. Takes precedence over presets."""
         self.overrides.replicas |= dict.fromkeys(self.shared_workers.find(id).names, replicas)
-        self._apply_overrides()
-        self.events.append("listed", id)
+        self._apply_overrides(id)
 
     def set_adapter(self, id: str, name: str, registered: RegisteredAdapter | None) -> None:
         """Add or replace an adapter of model `id` and all that share its worker; remove it with None."""
         self.overrides.set_adapter(id, self.shared_workers.find(id).names, name, registered)
-        self._apply_overrides()
-        self.events.append("listed", id)
+        self._apply_overrides(id)
         self._update_names()
 
-    def _apply_overrides(self) -> None:
+    def _apply_overrides(self, id: str) -> None:
+        """Apply all changes by calls after one of model `id`."""
         self.shared_workers.update(*self.overrides.apply(self.file_presets))
+        self.events.append("listed", id)
 
     def _update_names(self) -> None:
         self.names = ModelNames({id: listed.preset for id, listed in self.shared_workers.listed.items()})
