@@ -153,7 +153,7 @@ class FleetScheduler:
 
     def never_fits(self, worker: Worker, *, weights_only: bool = False) -> bool:
         """The worker, or its weights alone, do not fit on empty devices."""
-        if not self._fleet.settings.limits_memory:
+        if not self._policy.memory:
             return False
         assert worker.costs is not None
         demand = replace(demand_of(worker), is_exact=True, best_effort=False)
