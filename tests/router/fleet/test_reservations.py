@@ -150,7 +150,7 @@ async def test_memory_that_a_pulse_shows_to_be_free_is_used_at_once() -> None:
     await world.ask("a")
     world.launcher.say("a", MemoryNeed(measured={"cpu": 250 * MIB}, later=47 * MIB, unannounced=0))
     required = 8 * GIB - 257 * MIB
-    world.fleet.models.change(replace(world.presets["b"], required_memory={"": required}))
+    world.fleet.models.apply({**world.presets, "b": replace(world.presets["b"], required_memory={"": required})})
     with world.fleet.lease("a"):
         waiting = asyncio.create_task(world.ask("b"))
         await asyncio.sleep(1.0)
