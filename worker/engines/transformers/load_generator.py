@@ -13,6 +13,7 @@ from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.cpu_linear import CpuLinears, onednn_bytes
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages, claiming
+from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
@@ -92,35 +93,18 @@ def load(
     """Load a model that generates text. Arguments as for `TransformersEngine.load`. Raises StartError."""
     # Checked first: a model that generates no text may have no maximum length, and that error would mislead.
     snapshot.model_class(options, config, embeds=False)
-    is_parallel = tensor_parallel_plan.requested_ranks(options, config) > 1
+    is_divided = tensor_parallel_plan.requested_ranks(options, config) > 1
     paged.register()
     implementation = backends.implementation(options, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
-    share = tensor_parallel.start_followers(options, ctx_size, ranks) if is_parallel else None
+    share = tensor_parallel.start_followers(options, ctx_size, ranks) if is_divided else None
     loaded = loader.load_model(options, config, implementation, progress, stage_done, built, share)
     processor, no_vision = load_image_processor(options, config, tokenizer)
     draft_config = load_draft.load_config(options, config, tokenizer) if options.draft_snapshot else None
     with _start_errors(loaded, config, options, ctx_size):
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
-        cache_pages = LazyPages()
-        backend: PagedRunner | AlignedRunner
-        capacity: RowAllocator
-        if share is not None and ranks is not None:
-            backend, capacity = tensor_parallel.make_leader(
-                loaded, config, options, ctx_size, ranks, share[1], progress
-            )
-        else:
-            with claiming() as cache_pages:
-                backend, capacity = backends.make_runner(
-                    loaded.model,
-                    config,
-                    options,
-                    ctx_size,
-                    loaded.device,
-                    caches=options.prefix_caching,
-                    tower=tower,
-                    split=loaded.split,
-                )
+        leading = (ranks, share[1]) if ranks is not None and share is not None else None
+        backend, capacity, cache_pages = _make_backend(loaded, config, options, ctx_size, tower, leading, progress)
         draft_pages, draft_model = LazyPages(), None
         if draft_config is not None:
             with claiming() as draft_pages:
@@ -140,17 +124,7 @@ def load(
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
             later = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
             later += sum(onednn_bytes(loaded.model)) if reorders else 0
-        runner = _first_steps(
-            backend,
-            capacity,
-            prefill_budget,
-            loaded,
-            options,
-            ctx_size,
-            progress,
-            is_parallel=is_parallel,
-            warms_up=warms_up,
-        )
+        runner = _first_steps(backend, capacity, prefill_budget, loaded, options, ctx_size, progress, warms_up=warms_up)
     stage_done("warmup")
     return LoadedGenerator(
         ctx_size=ctx_size,
@@ -171,6 +145,36 @@ def load(
         announces_steps=announces_steps,
         later=later,
     )
+
+
+def _make_backend(
+    loaded: loader.LoadedModel,
+    config: Any,
+    options: Serve,
+    ctx_size: int,
+    tower: VisionTower | None,
+    leading: tuple[RankProcesses, ProcessGroup] | None,
+    progress: Progress,
+) -> tuple[PagedRunner | AlignedRunner, RowAllocator, LazyPages]:
+    """Return the runner with its cache, and the pages of the cache that are not mapped yet.
+
+    `leading`: the other ranks of a tensor-parallel model, and their group.
+    """
+    if leading is not None:
+        leader, blocks = tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress)
+        return leader, blocks, LazyPages()
+    with claiming() as pages:
+        runner, capacity = backends.make_runner(
+            loaded.model,
+            config,
+            options,
+            ctx_size,
+            loaded.device,
+            caches=options.prefix_caching,
+            tower=tower,
+            split=loaded.split,
+        )
+    return runner, capacity, pages
 
 
 @contextmanager
@@ -245,7 +249,6 @@ def _first_steps(
     ctx_size: int,
     progress: Progress,
     *,
-    is_parallel: bool,
     warms_up: bool,
 ) -> Runner:
     """Run warmup steps, and record decode steps as CUDA graphs where possible."""
@@ -261,7 +264,7 @@ def _first_steps(
             compute_largest_steps(backend, capacity, chunk=chunk, ctx_size=ctx_size)
         else:
             warm_up(backend, capacity, prefill_budget, chunk=chunk, ctx_size=ctx_size, progress=progress)
-    if is_parallel:
+    if loaded.share is not None:
         return backend
     overhead.measure()
     if loaded.split is not None:
