@@ -118,7 +118,7 @@ class AnswerText:
     def __init__(
         self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = (), *, shows_stop: bool = False
     ):
-        """`include_stop`: keep the stop string at the end of the text."""
+        """`shows_stop`: keep the stop string at the end of the text."""
         self._detokenizer = Detokenizer(decode, context)
         self._stops = tuple(stops)
         self._shows_stop = shows_stop

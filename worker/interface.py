@@ -153,7 +153,7 @@ class Delta:
     index: int = 0
     text: str = ""
     # Tokens of `text`. The token or the stop string that ended the answer is excluded: it is counted in
-    # `Timings.completion_tokens` but not shown.
+    # `ChoiceTimings.completion_tokens` but not shown.
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if requested
     finish: FinishReason | None = None  # set on the last delta of this choice

@@ -1,9 +1,9 @@
 """Selection of LoRA adapters by `adapters` or `lora`, in the forms that clients send:
 
 "french"                          by name; "" selects none
-    ["french", "german"]              one for each of several prompts (LMI), or one for all
-    [{"id": 0, "scale": 1.0}]         by index in the list of GET /lora-adapters (llama-server); [] selects none
-    [{"name": "french", "scale": 1}]
+["french", "german"]              one for each of several prompts (LMI), or one for all
+[{"id": 0, "scale": 1.0}]         by index in the list of GET /lora-adapters (llama-server); [] selects none
+[{"name": "french", "scale": 1}]
 """
 
 from typing import Any
