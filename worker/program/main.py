@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from worker.program import supervision
+from worker.protocol.memory import KERNEL_CODES
 
 if TYPE_CHECKING:
     from worker.engines.transformers.device.rank_processes import LeaderLink, RankProcesses
@@ -30,7 +31,7 @@ _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", 
 # (`engines.transformers.attention.cpu_linear`). Each takes about 0.65 MB: with the default of 1024 a worker could grow
 # by more than half a gigabyte beyond its estimate. Compiling a dropped kernel again takes about 0.4 ms (measured on
 # torch 2.13 with AVX-512).
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+_KERNEL_CACHES = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KERNEL_CODES))
 _FORK_SERVER = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that count devices on import must not initialize the driver
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # no threads
