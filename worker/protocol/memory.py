@@ -94,9 +94,16 @@ DEQUANTIZED_ELEMENT_BYTES = 8
 
 BLOCK_TOKENS = 16
 
-# Elements of a head that share a scale in an int8 or int4 cache: the largest divisor of the head size up to the first
-# number. If that is below the second number, the whole head is one group.
+# Limits of the elements of a head that share a scale in an int8 or int4 cache.
 MOST_GROUPED, LEAST_GROUPED = 32, 8
+
+
+def kv_group_size(head_dim: int) -> int:
+    """Return the elements of a head that share a scale in an int8 or int4 cache: the largest divisor of `head_dim`
+    within the limits, else the whole head."""
+    sizes = range(min(MOST_GROUPED, head_dim), LEAST_GROUPED - 1, -1)
+    return next((size for size in sizes if head_dim % size == 0), head_dim)
+
 
 # Keys and values of an int8 or int4 cache that a step dequantizes at once, unless one row alone needs more. On the CPU
 # this many stay in the processor's cache until they are read. On an accelerator each call costs more than the memory.

@@ -21,8 +21,9 @@ from tests.worker.loaded import (
     words,
     work_of,
 )
-from worker.engines.transformers.attention.quantized_kv_types import KvStorageType, group_size
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.errors import StartError
+from worker.protocol.memory import kv_group_size
 
 CTX, NEW = 128, 24
 QUANTIZED = ("int8", "int4")
@@ -61,7 +62,7 @@ def test_bytes_of_a_record() -> None:
             kind = KvStorageType.of(name, 2, dim, torch.float64)
             assert kind is not None
             assert kind.width == 2 * head_bytes(name, dim, 8), "as the router reckons"
-    assert [group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
+    assert [kv_group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
     with pytest.raises(StartError, match=r"int4 .* heads have 37; set kv-cache-dtype to int8"):
         KvStorageType.of("int4", 1, 37, torch.float32)
 

@@ -23,18 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from worker.errors import StartError
-from worker.protocol.memory import LEAST_GROUPED, MOST_GROUPED
+from worker.protocol.memory import kv_group_size
 
 NAMES = ("auto", "f32", "f16", "bf16", "int8", "int4")  # values of kv-cache-dtype; auto: the model's own type
 _CASTS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SCALE = torch.bfloat16
 _TINY = 1e-37  # divisor for a group of zeros, whose scale is 0
-
-
-def group_size(head_dim: int) -> int:
-    """Elements per group: the largest divisor of `head_dim` up to 32, else the whole head."""
-    sizes = range(min(MOST_GROUPED, head_dim), LEAST_GROUPED - 1, -1)
-    return next((size for size in sizes if head_dim % size == 0), head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,7 @@ class KvStorageType:
     @property
     def _grouped(self) -> tuple[int, int]:
         """Number of groups of a record, and elements of each."""
-        size = group_size(self.head_dim)
+        size = kv_group_size(self.head_dim)
         return self._elements // size, size
 
     @property
