@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.listener import LEAST, PER_CLIENT, RESERVED
+from router.http.listener import KEEP_ALIVE, LEAST, PER_CLIENT, RESERVED
 from tests.processes.routers import DEADLINE, Router, presets, router
 from tests.processes.upstreams import Upstream, request, until, world
 
@@ -64,6 +64,23 @@ async def test_a_waiting_client_that_disconnects_takes_no_place(tmp_path: Path) 
         assert await status(last) == 200
         waiting.close()
         await until(lambda: not up.listener.clients)
+
+
+@pytest.mark.slow
+async def test_idle_connections_give_way_to_waiting_clients(tmp_path: Path) -> None:
+    """Connections that a client keeps in its pool would otherwise keep others out for more than a minute."""
+    async with world(tmp_path, respond, clients=2) as up:
+        pool = [await up.connect() for _ in range(2)]
+        for reader, writer in pool:
+            writer.write(request({}))
+            assert await status(reader) == 200
+        late, waiting = await up.connect()
+        waiting.write(request({}))
+        async with asyncio.timeout(KEEP_ALIVE / 2):
+            assert await status(late) == 200
+            assert await pool[0][0].read() == b"", "it is closed in order"
+        for _, writer in [*pool, (late, waiting)]:
+            writer.close()
 
 
 async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
