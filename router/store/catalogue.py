@@ -230,7 +230,8 @@ def _text(path: Path) -> tuple[str, str]:
     try:
         return LocalDisk().read(str(path)), ""
     except UnicodeDecodeError as error:
-        return "", f"is not UTF-8 text: byte {error.start}"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return "", f"is not UTF-8 text: byte {error.start}, in line {line}; save it as UTF-8"
     except OSError as error:
         return "", precedence.unreadable(error)
 

@@ -203,7 +203,7 @@ def test_paths_of_a_preset_start_at_its_folder(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "no such file or directory"),
-        (b"[a]\nmodel = \xff", "is not UTF-8 text: byte 12"),
+        (b"[a]\nmodel = \xff", "is not UTF-8 text: byte 12, in line 2; save it as UTF-8"),
         (b";" * (1 << 20) + b";", "is larger than 1 MiB"),
     ],
 )
