@@ -12,7 +12,7 @@ from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.interface import Delta, GenerationRequest, TokenLogprob
-from worker.prompt import adapter_choice, chat_template, sampling_options
+from worker.prompt import adapter_choice, chat_template, logprob_options, sampling_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import FillInTheMiddle
 from worker.prompt.logprob_options import finite_or_none
@@ -45,7 +45,7 @@ async def _completion(fields: BodyFields, model: ServedModel, prompt: Any) -> Ge
     openai_body["n"] = fields.any_of(fields.integer, "n", "n_cmpl")
     openai_body["max_tokens"] = fields.any_of(fields.integer, "n_predict", "max_tokens")
     # Without alternatives there are no probabilities. In OpenAI's API the token's own logprob would be left.
-    openai_body["logprobs"] = fields.integer("n_probs") or None
+    openai_body["logprobs"] = logprob_options.alternatives(fields, "n_probs", model.options.max_logprobs) or None
     post_sampling_logprobs = fields.flag("post_sampling_probs") or False
     returns_tokens, shown = fields.flag("return_tokens") or False, _response_fields(fields)
     with client_field_names({"logprobs": "n_probs"}):
