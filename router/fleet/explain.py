@@ -172,13 +172,13 @@ def does_not_fit(
         or f"{refusal.needs} devices where there are {refusal.offered}"
     )
     spread = f", split over {refusal.needs} devices" if refusal.needs > 1 else ""
-    name = worker.preset.id
+    name, bound = worker.preset.id, worker.costs.bound if worker.costs is not None else ""
     ways_out = [str(_remedies(worker, capacities))]
     if missing and all(short.required <= short.available + row.margin for short, row in missing):
         ways_out.append("lower the margin")
     way_out = ", or ".join(filter(None, ways_out)) or "use a device with more memory, or a smaller model"
     return DoesNotFit(
-        f"{name} does not fit on empty devices{spread}: it needs at least {parts}; {way_out}",
+        f"{name} does not fit on empty devices{spread}: it needs at least {parts}{bound}; {way_out}",
         extra={"devices": devices},
     )
 

@@ -49,12 +49,13 @@ async def estimate_costs(worker: Worker, fleet: Fleet) -> None:
             log.warning("%s: %s", worker.preset.id, warning)
 
 
-def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bool = True) -> None:
+def _estimate(worker: Worker, fleet: Fleet, *, no_exact: str | None = None, learns: bool = True) -> None:
     """Choose the fewest devices on which the worker fits, with the best estimate that is available at once.
 
-    `is_last`: no better estimate will follow. Without `learns`, learned figures are left out. Raises EstimateError,
-    LoadFailed.
+    `no_exact`: the reason why no exact estimate will follow. Without `learns`, learned figures are left out. Raises
+    EstimateError, LoadFailed.
     """
+    is_last = no_exact is not None
     preset, facts, readings = worker.preset, worker.facts, fleet.launcher.readings()
     assert facts is not None
     forked = fleet.launcher.forks(program_of(preset, str(worker)))
@@ -80,6 +81,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         estimate=found,
         choice=choice,
         is_exact=is_last or found.is_exact,
+        no_exact="" if found.is_exact else no_exact or "",
         key=key,
         load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
         forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
@@ -89,7 +91,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         not sharding.fits(choice, found.shards, bounds) or fleet.scheduler.never_fits(worker)
     ):
         # It may be wrong, and a model that is never loaded is never measured again.
-        return _estimate(worker, fleet, is_last=is_last, learns=False)
+        return _estimate(worker, fleet, no_exact=no_exact, learns=False)
     if costs.device_limits:
         _check_bounds(worker, fleet, costs, bounds)
     if not costs.is_exact and fleet.scheduler.never_fits(worker, weights_only=True):
@@ -109,7 +111,7 @@ def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[De
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
         found = remedies_for(worker, costs, {**fleet.scheduler.capacities(), **bounds})
         raise LoadFailed(
-            f"{preset.id}: it needs at least {needs}, but {keys} and the device sizes allow {most};"
+            f"{preset.id}: it needs at least {needs}{costs.bound}, but {keys} and the device sizes allow {most};"
             f" raise {keys.replace(' and ', ' or ')}" + (f", or {found}" if found.settings else "")
         )
 
@@ -168,7 +170,7 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
         note, source = costs.estimate.note, costs.estimate.source
         in_use = f"the estimate in use is {note}" if note else f"the {source} estimate is used"
         log.warning("%s: no exact estimate (%s); %s", worker, lost.message, in_use)
-        _estimate(worker, fleet, is_last=True)
+        _estimate(worker, fleet, no_exact=lost.message.removeprefix(f"{worker.preset.id}: "))
         return False
     estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
     fleet.learned_estimates.store_exact(costs.key, estimate)

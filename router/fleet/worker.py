@@ -66,6 +66,12 @@ class Costs:
     forked: bool = False  # they hold for a forked worker only
     # Bytes that the preset allows at most on a device; empty: no limit of its own.
     device_limits: Mapping[DeviceId, int] = field(default_factory=dict)
+    no_exact: str = ""  # the reason why the exact estimate could not be made; empty if it was not tried
+
+    @property
+    def bound(self) -> str:
+        """The part of a refusal that says why it is based on an upper bound; empty if it is not."""
+        return f" (an upper bound; no exact estimate: {self.no_exact})" if self.no_exact else ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -178,6 +178,32 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
     assert world.journal == ["start a", "estimate b", "stop a", "start b"]
 
 
+@pytest.mark.parametrize(
+    ("total", "margin"), [(8 * GIB, {}), (256 * MIB, {"": 0})], ids=["memory suffices", "memory is not limited"]
+)
+@virtual
+async def test_no_exact_estimate_where_only_the_count_of_workers_decides(total: int, margin: dict[str, int]) -> None:
+    """Without a limit of memory, also for a model whose static estimate exceeds the device."""
+    settings = Settings(models_max=1, models_memory_margin=margin)
+    models = {name: FakeModel(shards=(MIB,)) for name in "abc"}
+    world = Schedule(dict.fromkeys("abc", 0), totals={CPU: total}, settings=settings, models=models, stated=False)
+    for name in "abca":
+        await world.ask(name)
+        await asyncio.sleep(60)
+    assert world.journal == ["start a", "stop a", "start b", "stop b", "start c", "stop c", "start a"]
+    assert {event.data["source"] for event in world.events_of("estimate")} <= {"static", "learned"}
+
+
+@virtual
+async def test_a_refusal_names_the_reason_for_which_there_is_no_exact_estimate() -> None:
+    lost = WorkerLost("a: no end of the estimate after 20 s", cause="stalled")
+    world = Schedule({"a": GIB}, totals={CPU: 256 * MIB}, stated=False)
+    world.launcher.models["a"].estimate_fails = [lost]
+    with pytest.raises(DoesNotFit, match=r"\(an upper bound; no exact estimate: no end of the estimate after 20 s\); "):
+        await world.ask("a")
+    assert world.journal == ["estimate a"]
+
+
 @virtual
 async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobody() -> None:
     stated = {name: {"required_memory": {"": size}} for name, size in (("a", 5 * GIB), ("c", 60 * MIB))}
