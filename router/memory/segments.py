@@ -36,11 +36,10 @@ from worker.protocol.memory import (
     DRAW_BYTES,
     GATHERED_BYTES,
     GRAPH_BYTES,
-    LEAST_GROUPED,
     MIB,
-    MOST_GROUPED,
     PROMPT_LOGITS,
     SLICE_BYTES,
+    kv_group_size,
 )
 
 # Bits of an element of a checkpoint that is quantized while it is loaded.
@@ -286,11 +285,8 @@ def head_bytes(name: str, elements: int, element: int) -> int:
         return elements * element
     if name in KV_ELEMENT_BYTES:
         return elements * KV_ELEMENT_BYTES[name]
-    sizes = range(min(MOST_GROUPED, elements), LEAST_GROUPED - 1, -1)
-    # The largest allowed group size that divides the head, else one group for the whole head.
-    size = next((size for size in sizes if elements % size == 0), elements)
     codes = elements if name == "int8" else -(-elements // 2)
-    return codes + elements // size * KV_GROUP_BYTES[name]
+    return codes + elements // kv_group_size(elements) * KV_GROUP_BYTES[name]
 
 
 def is_compact(name: str, dtype: str) -> bool:

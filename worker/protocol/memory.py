@@ -95,13 +95,13 @@ DEQUANTIZED_ELEMENT_BYTES = 8
 BLOCK_TOKENS = 16
 
 # Limits of the elements of a head that share a scale in an int8 or int4 cache.
-MOST_GROUPED, LEAST_GROUPED = 32, 8
+_MOST_GROUPED, _LEAST_GROUPED = 32, 8
 
 
 def kv_group_size(head_dim: int) -> int:
     """Return the elements of a head that share a scale in an int8 or int4 cache: the largest divisor of `head_dim`
     within the limits, else the whole head."""
-    sizes = range(min(MOST_GROUPED, head_dim), LEAST_GROUPED - 1, -1)
+    sizes = range(min(_MOST_GROUPED, head_dim), _LEAST_GROUPED - 1, -1)
     return next((size for size in sizes if head_dim % size == 0), head_dim)
 
 
