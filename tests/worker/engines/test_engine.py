@@ -31,6 +31,7 @@ from tests.worker.loaded import (
     options,
     reference,
     serving,
+    words,
 )
 from tests.worker.stepped import journaled
 from worker.engines.transformers.device.cores import StepThreads
@@ -47,6 +48,7 @@ from worker.errors import (
 )
 from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
 from worker.protocol.events import Exit, Progress, Pulse
+from worker.protocol.memory import BLOCK_TOKENS
 
 CTX, EOS = 128, 1
 PROMPT = (9, 41, 70, 77, 80)
@@ -641,6 +643,19 @@ async def test_a_long_prompt_reports_progress_on_request(engine: TransformersEng
     assert first.done == first.cached == last.cached > 0, "what was found of it comes first"
     assert last.done == 40
     assert not any(each.progress for each in (await complete_one(engine, prompt, max_tokens=2)).deltas)
+
+
+async def test_prompts_asked_in_turn_are_found_again_although_there_are_more_of_them_than_sequences(
+    llama: Path, model: Any
+) -> None:
+    """Twelve prompts of a quarter of a context through eight sequences."""
+    prompts = [words(CTX // 2 - 1, seed) for seed in range(12)]
+    async with serving(load(llama, ctx_size=2 * CTX, parallel=8)) as engine:
+        first, second = [[await complete_one(engine, prompt, max_tokens=4) for prompt in prompts] for _ in range(2)]
+    assert [answer.cached_tokens for answer in first] == [0] * 12
+    assert [answer.cached_tokens for answer in second] == [(CTX // 2 - 1) // BLOCK_TOKENS * BLOCK_TOKENS] * 12
+    for prompt, before, after in zip(prompts, first, second, strict=True):
+        assert after.tokens == before.tokens == generated(model, prompt, 4)
 
 
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:
