@@ -43,6 +43,28 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(one: Router,
     assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
 
 
+async def test_what_was_learned_of_a_models_memory_can_be_dropped(one: Router, tmp_path: Path) -> None:
+    async def source() -> str:
+        """The source of the estimate of a load."""
+        await one.client.post("/v1/chat/completions", json=chat("a"))
+        found = (await one.status("a"))["estimate"]["source"]
+        await one.client.post("/models/unload", json={"model": "a"})
+        await one.has_no_workers()
+        return str(found)
+
+    async def forget(**body: str) -> httpx.Response:
+        return await one.client.post("/router/forget", json=body)
+
+    text = presets(tmp_path, {"a": {}}).read_text()
+    await one.serve_presets(text.replace("required-memory = 64", ""))  # nothing is learned beside a stated figure
+    assert [await source(), await source()] == ["static", "learned"]
+    assert (await forget(model="a")).json() == {"success": True, "model": "a", "forgotten": 1}
+    assert (await forget(model="a")).json()["forgotten"] == 0
+    assert await source() == "static"
+    assert error_of(await forget(model="x")) == (404, "model_not_found")
+    assert error_of(await forget()) == (400, "model_missing")
+
+
 async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_last_words": "hello from a"}, "b": {"_die_at_start": 1, "_last_words": "oh"}})
     async with router("--models-preset", str(file), *MARGIN) as up:
