@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes.routers import Router, chat, error_of, lines_written, presets, router, until
+from tests.processes.routers import DEADLINE, Router, chat, error_of, lines_written, presets, router, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -63,6 +63,32 @@ async def test_what_was_learned_of_a_models_memory_can_be_dropped(one: Router, t
     assert await source() == "static"
     assert error_of(await forget(model="x")) == (404, "model_not_found")
     assert error_of(await forget()) == (400, "model_missing")
+
+
+async def test_least_granted_and_most_of_the_kv_cache_are_shown_wherever_a_model_is(
+    one: Router, tmp_path: Path
+) -> None:
+    text = presets(tmp_path, {"a": {"parallel": 4, "ctx-size": 128}}).read_text()
+    await one.serve_presets(text.replace("required-memory = 64", ""))
+    token = 2 * 2 * 8 * 2  # bytes: keys and values of two heads of 8 elements
+    sizes = {"least": 128, "granted": 4 * 128, "most": 4 * 128}
+    expected = {name: {"tokens": tokens, "bytes": tokens * token} for name, tokens in sizes.items()}
+    plan = (await one.client.get("/router/plan", params={"model": "a"})).json()
+    assert (plan["decision"], plan["kv_cache"]) == ("start", expected)
+    last = (await one.client.get("/router/state")).json()["last_event"]
+    assert (await one.client.post("/v1/chat/completions", json=chat("a"))).status_code == 200
+    in_mib = {name: {"tokens": tokens, "mib": 1} for name, tokens in sizes.items()}
+    assert (await one.status("a"))["kv_cache"] == in_mib
+    state = (await one.client.get("/router/state")).json()
+    assert state["models"]["a"]["kv_cache"] == in_mib
+    found, after = None, {"Last-Event-ID": str(last)}
+    async with asyncio.timeout(DEADLINE), one.client.stream("GET", "/router/events", headers=after) as events:
+        async for line in events.aiter_lines():
+            if line.startswith("data:") and '"start"' in line:
+                found = json.loads(line.removeprefix("data:"))
+                break
+    assert found is not None
+    assert found["kv_cache"] == expected
 
 
 async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -> None:
