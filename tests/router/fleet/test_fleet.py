@@ -186,7 +186,10 @@ async def test_no_exact_estimate_where_only_the_count_of_workers_decides(total: 
     """Without a limit of memory, also for a model whose static estimate exceeds the device."""
     settings = Settings(models_max=1, models_memory_margin=margin)
     models = {name: FakeModel(shards=(MIB,)) for name in "abc"}
-    world = Schedule(dict.fromkeys("abc", 0), totals={CPU: total}, settings=settings, models=models, stated=False)
+    keys = {"b": {"parallel": 3}, "c": {"parallel": 5}}  # what is learned of one does not hold for another
+    world = Schedule(
+        dict.fromkeys("abc", 0), totals={CPU: total}, settings=settings, keys=keys, models=models, stated=False
+    )
     for name in "abca":
         await world.ask(name)
         await asyncio.sleep(60)
