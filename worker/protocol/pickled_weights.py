@@ -27,6 +27,10 @@ MAX_PICKLE_BYTES = 4 << 20
 # Bytes of the list of entries in an archive. 100 per storage are usual, and ten times as many in memory.
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_DIMENSIONS, MAX_SIZE = 16, 1 << 63  # of a tensor; torch has 64 and the same
+# Arguments of a function; `_rebuild_tensor_v2` has the most. A call of 5 bytes could repeat a tuple of millions, which
+# is copied for each call: 4 MiB would take hours.
+MAX_ARGUMENTS = 7
+MAX_SHOWN = 100  # characters of a text of the file in an error
 # Exceptions of zipfile and pickle for damaged content.
 _OF_DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
@@ -56,6 +60,12 @@ _NEEDED = frozenset({
 _INSTRUCTIONS = {ord(instruction.code): instruction.name for instruction in pickletools.opcodes}
 
 
+def _shown(text: str) -> str:
+    """The beginning of a text that the file's author has chosen, for errors."""
+    text = text[:MAX_SHOWN]
+    return text if text.isprintable() else ascii(text)
+
+
 class UnusablePickle(ValueError):
     """A pickle that needs more than tensors. The message continues a sentence about the file."""
 
@@ -71,7 +81,7 @@ class _Name:
     name: str
 
     def __call__(self, *arguments: Any) -> Any:
-        match arguments:
+        match arguments if len(arguments) <= MAX_ARGUMENTS else (None,):
             case () if self.name == _ORDERED_DICT:
                 return {}
             case (_, _, _, _, *_) if self.name in (_TENSOR, _OLD_TENSOR):
@@ -88,6 +98,11 @@ class _Storage:
     key: str
     dtype: str
     bytes: int
+
+    @property
+    def shown(self) -> str:
+        """The name of its data for errors."""
+        return f"data/{_shown(self.key)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +169,7 @@ def _of_archive(file: BinaryIO) -> Mapping[str, PickledTensor]:
     for storage in storages.values():
         data = entries.get(f"{folder}data/{storage.key}")
         if data is None or data.file_size != storage.bytes:
-            raise DamagedPickle(f"lacks {storage.bytes} bytes of data/{storage.key}")
+            raise DamagedPickle(f"lacks {storage.bytes} bytes of {storage.shown}")
     return found
 
 
@@ -200,9 +215,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Pic
     width = next(width for dtype, width in _STORAGES.values() if dtype == storage.dtype)
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if prod(shape) and (last + 1) * width > storage.bytes:
-        raise DamagedPickle(f"has a tensor beyond the end of data/{storage.key}")
+        raise DamagedPickle(f"has a tensor beyond the end of {storage.shown}")
     if prod(shape) * width > storage.bytes:  # with strides of 0 a few bytes are a tensor of any size
-        raise UnusablePickle(f"has a tensor that repeats the elements of data/{storage.key}")
+        raise UnusablePickle(f"has a tensor that repeats the elements of {storage.shown}")
     return PickledTensor(storage.dtype, shape, prod(shape) * width, storage.key)
 
 
@@ -230,8 +245,7 @@ class _TensorUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> _Name:
         full = f"{module}.{name}"
         if full not in _ALLOWED:
-            shown = full[:100] if full.isprintable() else ascii(full[:100])
-            raise UnusablePickle(f"needs {shown}, which could run code")
+            raise UnusablePickle(f"needs {_shown(full)}, which could run code")
         return _Name(full)
 
     def persistent_load(self, id: Any) -> _Storage:
@@ -242,7 +256,7 @@ class _TensorUnpickler(pickle._Unpickler):
                 raise UnusablePickle("refers to something else than tensor data")
         storage = self.storages.setdefault(key, _Storage(key, dtype, elements * width))
         if storage != _Storage(key, dtype, elements * width):
-            raise DamagedPickle(f"describes data/{key} in two ways")
+            raise DamagedPickle(f"describes {storage.shown} in two ways")
         return storage
 
     def load_build(self) -> None:

@@ -159,6 +159,23 @@ def test_the_sizes_of_a_tensor_are_limited_before_they_are_multiplied(dimensions
         read(archive(b"\x80\x02}X\x01\x00\x00\x00w" + tensor + b"s."))
 
 
+def test_the_arguments_of_a_call_are_limited_so_that_repeating_it_costs_little() -> None:
+    function, arguments = (TENSOR % (b"\x00", b"\x02")).removesuffix(b"tR").split(b"(", 1)
+    for further in (2, 1_000_000):
+        call = function + b"(" + arguments + b"N" * further + b"tR"
+        content = archive(b"\x80\x02}X\x01\x00\x00\x00w" + call + b"s.")
+        with pytest.raises(UnusablePickle, match="other arguments"):
+            read(content)
+
+
+def test_an_error_shows_the_printable_beginning_of_a_key() -> None:
+    key = "\x1b[31m\n" + 1000 * "k"
+    tensor = TENSOR.replace(b"X\x01\x00\x00\x000", pickle.dumps(key, protocol=2)[2:].partition(b"q\x00")[0])
+    with pytest.raises(DamagedPickle, match=r"data/'\\x1b\[31m\\nk+'$") as caught:
+        read(archive(b"\x80\x02}X\x01\x00\x00\x00w" + tensor % (b"\x01", b"\x02") + b"s."))
+    assert len(str(caught.value)) < 200
+
+
 def test_a_tensor_has_no_more_elements_than_its_data() -> None:
     many = torch.zeros(1).expand(1 << 40)
     with pytest.raises(UnusablePickle, match="repeats the elements of data/0"):
