@@ -75,8 +75,8 @@ def version(distribution: str) -> str:
 RUNTIME_HOST = (420 if version("torch").endswith("+cpu") else 500) * MIB
 
 # The same for a forked worker, without data and libraries that it shares with its fork server. Measured: 28 MiB when
-# ready and 33 in service with a model of half a MiB. A fortieth of the 266 MiB of shared data is added for pages
-# written to later. The other 16 MiB are a guess for other models.
+# ready and 33 in service with a model of half a MiB. 2 % of the 266 MiB of shared data are added for pages
+# written to later. The other 18 MiB are a guess for other models.
 RUNTIME_FORKED = 56 * MIB
 
 # Growth of a process after its imports. Measured: 15 MiB until it is ready with a small model, 10 to 45 in service.

@@ -23,12 +23,12 @@ from worker.protocol.events import Exit
 _SAMPLE_INTERVAL, _SAMPLE_GROWTH = 10.0, 4 << 20
 # Memory areas that are sampled for that. They hold 389 of the 394 MiB of a fork server, which has 930 (measured).
 _MAX_AREAS = 256
-# Sample: 64 consecutive pages of every 4 x 64 in areas with data, and of every 8 x 64 in others.
-_SAMPLE_PAGES, _DATA_STRIDE, _FILE_STRIDE = 64, 4, 8
+# Sample: consecutive pages, and of how many times as many, in areas with data and in others.
+_DATA_SAMPLE, _FILE_SAMPLE = (64, 4), (16, 4)
 # Upper limits of the data that a worker shares with its fork server and then copies by writing: one byte of so many.
 # Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
 # 2.6 %, but their memory is announced (`MemoryNeed`).
-_COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 40
+_COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
 # Difference between a sample and the whole of a worker's pages. Measured: up to 2 MiB after requests.
 _SAMPLE_ERROR = 2 << 20
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
@@ -110,13 +110,14 @@ class Inheritance:
     server is charged for them (`LIBRARY_CODE_BYTES`).
 
     A walk over all pages (smaps_rollup) would be exact but takes as long as there are pages: 90 ms for a model of 2 GB,
-    in the middle of its load. Only the largest areas of the parent are sampled: a quarter of its data, since writes of
-    a child are scattered, and an eighth of its libraries. This gives 3 MiB too much of 305 (measured): the first pages
-    of a library are in memory more often than the others. A sixteenth of the libraries gave 6 MiB too much.
+    in the middle of its load. Only a quarter of the largest areas of the parent is sampled. The first pages of a
+    library are in memory more often than the others. So its sample has small pieces, and many of them: an eighth in
+    pieces of 64 pages gave 2.5 MiB too much of 305 and differed by 3 MiB between workers, a quarter in pieces of 16
+    gives half a MiB and 1.5 (measured). For data, whose writes are scattered, small pieces changed nothing.
     """
 
     def __init__(self) -> None:
-        self._areas: list[tuple[int, int, int]] = []  # first page, number of pages, and stride of the sample
+        self._areas: list[tuple[int, int, tuple[int, int]]] = []  # first page, number of pages, and sample
         self._data = 0  # bytes of data in the areas before the fork
         self._data_when_loaded = 0  # those that were shared when `yet_to_copy` was first called
         self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
@@ -140,7 +141,7 @@ class Inheritance:
                 elif first in ("Rss:", "Anonymous:"):
                     sizes.setdefault(area, []).append(int(rest.split()[0]))
         largest = sorted(sizes, key=lambda area: sizes[area], reverse=True)[:_MAX_AREAS]
-        self._areas = [(*area, _DATA_STRIDE if sizes[area][1] else _FILE_STRIDE) for area in largest if sizes[area][0]]
+        self._areas = [(*area, _DATA_SAMPLE if sizes[area][1] else _FILE_SAMPLE) for area in largest if sizes[area][0]]
         self._data = sum(sizes[area][1] for area in largest) * 1024
 
     def take(self) -> None:
@@ -195,14 +196,14 @@ class Inheritance:
                 self._files, self._sampled_at = files, time.monotonic()
             return self._shared
 
-    def _in(self, area: tuple[int, int, int]) -> tuple[int, int]:
+    def _in(self, area: tuple[int, int, tuple[int, int]]) -> tuple[int, int]:
         """Pages of data and of libraries in an area, extrapolated from a sample. 8 bytes per page
         (Documentation/admin-guide/mm/pagemap.rst)."""
-        first, pages, stride = area
+        first, pages, (piece, stride) = area
         found = bytearray()
         with suppress(OSError):
-            for page in range(0, pages, stride * _SAMPLE_PAGES):
-                found += os.pread(self._pagemap, 8 * min(_SAMPLE_PAGES, pages - page), (first + page) * 8)
+            for page in range(0, pages, stride * piece):
+                found += os.pread(self._pagemap, 8 * min(piece, pages - page), (first + page) * 8)
         # The highest byte of each entry has all flags that matter. numpy took longer for areas this small.
         kinds = found[7::8].translate(_PAGE_KINDS)
         taken = max(len(kinds), 1)
