@@ -85,7 +85,9 @@ async def read_texts(
         # checked before the ids themselves, to bound the work
         longest = MAX_CUT_IDS if limit.keep else model.engine.ctx_size
         if isinstance(item, list) and len(item) > longest:
-            raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
+            if limit.keep or len(item) <= limit.tokens:
+                raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
+            raise limit.error(len(item), is_exact=True)
     strings = [item for item in items if isinstance(item, str)]
     encoded = iter(
         await model.encode([prefix + text for text in strings] if prefix else strings, limit, add_special=add_special)

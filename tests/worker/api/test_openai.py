@@ -357,6 +357,8 @@ async def test_max_input_tokens_limits_prompts() -> None:
         await openai.completions({"prompt": [5] * 11}, model(max_input_tokens=10))
     with pytest.raises(ContextExceeded, match="raise max-input-tokens"):
         await openai.completions({"prompt": "word " * 5000}, model(max_input_tokens=10))
+    with pytest.raises(ContextExceeded, match=r"maximum prompt length is 10 tokens.*raise max-input-tokens"):
+        await openai.completions({"prompt": [5] * 65}, model(ctx_size=64, max_input_tokens=10))
     await openai.completions({"prompt": [5] * 10}, model(max_input_tokens=10))
 
 
