@@ -220,7 +220,8 @@ class TransformersEngine:
         return max(0, self._with_steps - present - self._grammars.bytes_to_come)
 
     def _announce_steps(self) -> None:
-        self._growth.announce_steps(self.steps_to_come)
+        with memory.inheritance.last_sample():
+            self._growth.announce_steps(self.steps_to_come)
 
     def _announce(self) -> None:
         # As in a pulse, `later` is read before `measured`. A leader would wait for its ranks, whose memory no grammar

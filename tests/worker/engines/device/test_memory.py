@@ -80,6 +80,24 @@ def test_the_first_half_of_a_library_is_counted_as_half(tmp_path: Path) -> None:
     assert half - nothing == pytest.approx(2 * MIB, abs=MIB // 2)
 
 
+def test_the_last_sample_serves_where_no_request_may_wait_for_another() -> None:
+    gc.collect()
+    ours = torch.ones(64 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+
+    def keeps_it(look: Inheritance) -> int:
+        with look.last_sample():
+            first = look.bytes()
+        ours[: 48 * MIB].fill_(7)
+        look._sampled_at -= 60.0
+        with look.last_sample():
+            kept = look.bytes()
+        return int(first > 64 * MIB and kept == first and first - look.bytes() > 40 * MIB)
+
+    assert forked(look, ours[:0], count=keeps_it) == 1
+
+
 def test_a_process_that_was_not_forked_shares_nothing() -> None:
     look = Inheritance()
     look.survey()

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -125,6 +125,7 @@ class Inheritance:
         self._shared = 0, 0  # bytes of data and of libraries
         self._sampled_at = -math.inf
         self._files = 0  # bytes of mapped files then
+        self._keeps_sample = False
         # Two threads measure at once when a worker is ready. With the lock, one sample (5 ms) serves both.
         self._lock = threading.Lock()
 
@@ -177,12 +178,22 @@ class Inheritance:
         limit = self._data_when_loaded // _COPIED_BY_REQUESTS
         return min(limit, max(_SAMPLE_ERROR, limit - (self._data_when_loaded - data)))
 
+    @contextmanager
+    def last_sample(self) -> Iterator[None]:
+        """In the block no sample is taken if there is one already. It takes 5 ms, in which the first request of a swap
+        would wait. Libraries whose pages are used meanwhile count as memory of this process."""
+        self._keeps_sample = math.isfinite(self._sampled_at)
+        try:
+            yield
+        finally:
+            self._keeps_sample = False
+
     def libraries(self) -> int:
         """Those of `bytes` that are in mapped files."""
         return self._sample()[1]
 
     def _sample(self) -> tuple[int, int]:
-        if self._pagemap < 0:
+        if self._pagemap < 0 or self._keeps_sample:
             return self._shared
         with self._lock:
             files = _status("RssFile")
