@@ -29,8 +29,8 @@ _DATA_SAMPLE, _FILE_SAMPLE = (64, 4), (16, 4)
 # Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
 # 2.6 %, but their memory is announced (`MemoryNeed`).
 _COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
-# Difference between a sample and the whole of a worker's pages. Measured: up to 2 MiB after requests.
-_SAMPLE_ERROR = 2 << 20
+# Difference between a sample and the whole of a worker's pages. Measured: 0.8 MiB between runs.
+_SAMPLE_ERROR = 1 << 20
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
