@@ -222,7 +222,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Pic
 
 
 class _Instructions(dict[int, Any]):
-    """What `_TensorUnpickler` does for each instruction, by its code."""
+    """The methods of `_TensorUnpickler` by code of the instruction. Any other instruction is an error."""
 
     def __missing__(self, code: int) -> Any:
         raise UnusablePickle(f"uses the pickle instruction {_INSTRUCTIONS[code]}, which could run code")
