@@ -51,8 +51,8 @@ LONGEST_HEAD = 1 << 14  # bytes of a request's head that this reader accepts; ai
 LONGEST_BODY = 1 << 18
 SWEEP = 1.0  # seconds between two checks of all connections, and within which a request must arrive completely
 KEEP_ALIVE = 75.0  # seconds that a connection may be idle between requests
-# The same while clients wait in the backlog. Idle connections of pools are closed, so that these clients are accepted; a
-# client with a request every few seconds keeps its connection. A guess.
+# The same while clients wait in the backlog. Idle connections of pools are closed, so that these clients are accepted.
+# A client with a request every few seconds keeps its connection. A guess.
 CROWDED_KEEP_ALIVE = 5.0
 PRINTABLE = bytes(range(32, 127))
 # Headers that make a request other than plain.
