@@ -155,6 +155,9 @@ class FakeModel:
             return self.shards
         return (-(-sum(self.shards) // count),) * count
 
+    def steps_to_come(self, command: Serve) -> int:
+        return self.steps if command.announce_steps and not command.warm_up else 0
+
     def counted(self, sizes: dict[DeviceId, int]) -> dict[DeviceId, int]:
         """Of these, what the driver shows."""
         return {**sizes, CPU: sizes[CPU] - self.mapped} if self.mapped else sizes
@@ -165,7 +168,7 @@ class FakeModel:
         accelerators = [device for device in place if device.index >= 0]
         shared = self.shared if forked else 0
         if not accelerators:
-            size = sum(self.shards) + self.host - shared + cache - (self.steps if command.announce_steps else 0)
+            size = sum(self.shards) + self.host - shared + cache - self.steps_to_come(command)
             return {device: size for device in place if device.index == HOST}
         node = accelerators[0].node
         sizes = {device: size + cache for device, size in zip(accelerators, self.parts(len(accelerators)), strict=True)}
@@ -458,7 +461,7 @@ class FakeLauncher:
         await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
         self._fail(program, model.start_fails)
         self._run_out(program, sizes)
-        worker = self._ready(program, model, sizes, steps=model.steps if command.announce_steps else 0)
+        worker = self._ready(program, model, sizes, steps=model.steps_to_come(command))
         worker.forked = forked
         listen(worker.ready)
         return worker

@@ -128,7 +128,7 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
         "queue_size": preset.queue_size,
         "max_logprobs": preset.max_logprobs,
         "warm_up": not is_learned,
-        "announce_steps": is_learned and _announces_steps(worker),
+        "announce_steps": _announces_steps(worker),
         "seed": preset.seed,
         "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
         "pooling": preset.pooling,
@@ -140,7 +140,7 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
 
 
 def _announces_steps(worker: Worker) -> bool:
-    """Return whether the worker announces large steps: if it is forked in main memory, and its steps were measured."""
+    """Return whether the worker announces large steps: if it is forked in main memory, and its steps are measured."""
     costs, facts = worker.costs, worker.facts
     if costs is None or facts is None or costs.estimate.reserved:  # memory of the preset is not for steps
         return False

@@ -2,16 +2,15 @@
 
 Definitions, by the kernel's account (proc_pid_smaps(5)):
 
-    private   data that no other process has: Private_Dirty, and what the worker held more at its peak
+    private   what no other process has: Private_Dirty, mapped weights, and what the worker held more at its peak
     share     its part of the data that it has in common with the fork server and other workers: Pss_Anon less
               Private_Dirty
     later     what the worker reports that it may still allocate: a part of the shared data
     shared    the fork server's own account: all that it holds, and code of libraries that only workers use
 
-A worker's reservation is within 5 % of private + share, less the share, which `shared` contains. It is so after its
-load, after requests, and after grammars. Workers sample their pages, which is 2 MiB wrong at most. Mapped libraries are
-in `shared` only, but for that of grammars, which the fork server does not have: it also counts for each worker.
-The models have files of less than a mebibyte.
+A worker's reservation is within 5 % of private + share, less the share, which `shared` contains, and not below it. It
+is so after its load, after requests, and after grammars. Mapped libraries are in `shared` only, but for that of
+grammars, which the fork server does not have: it also counts for each worker.
 """
 
 import asyncio
@@ -33,13 +32,9 @@ from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES, MIB
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 0.05
-SAMPLE_BYTES = 2 * MIB
-MODELS = {"a": "llama", "b": "qwen3", "c": "gpt2", "d": "llama"}
-LEARNED = {"d"}  # the estimate of "d" is learned from "a", so it announces its largest steps
+MODELS = {"a": "llama", "b": "qwen3", "c": "gpt2", "d": "llama"}  # the estimate of "d" is learned from "a"
 CTX, ROWS, MARGIN = 256, 2, 16
 KEYS = (f"ctx-size = {CTX}", f"parallel = {ROWS}", "threads = 1")
-# 2 % of at most 300 MiB of shared data, and logits of prompts.
-MOST_LATER = 300 * MIB // 50 + MIB
 
 
 def account(pid: int) -> dict[str, int]:
@@ -105,16 +100,24 @@ async def never_exceeding(up: Router, fork_server: int) -> AsyncIterator[None]:
         await comparison
 
 
-def grammar_code(pid: int) -> int:
-    """Resident bytes of the library for grammars in a process."""
-    found, is_of_library = 0, False
+def own_files(pid: int) -> int:
+    """Resident bytes of weights and of the library for grammars in a process, which it has not written to."""
+    found, is_own = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):
-            is_of_library = "llguidance" in line
-        elif first == "Rss:" and is_of_library:
+            is_own = "llguidance" in line or line.endswith(".safetensors")
+        elif is_own and first in ("Private_Clean:", "Shared_Clean:", "Shared_Dirty:"):
             found += int(rest[0]) * 1024
     return found
+
+
+def difference(pid: int, charged: int) -> tuple[int, int]:
+    """Bytes by which a reservation exceeds the private memory, and by which it may."""
+    held = account(pid)
+    freed = max(0, held["VmHWM"] - held["VmRSS"])
+    private = held["Private_Dirty"] + own_files(pid) + freed
+    return charged - private, int(TOLERANCE * (private + held["Pss_Anon"] - held["Private_Dirty"]))
 
 
 async def is_charged_what_it_takes(up: Router, name: str) -> None:
@@ -123,10 +126,8 @@ async def is_charged_what_it_takes(up: Router, name: str) -> None:
         while True:
             state: Any = (await up.client.get("/router/state")).json()
             [row] = (row for row in state["workers"] if row["model"] == name)
-            held, charged = account(row["pid"]), row["reserved"]["cpu"]
-            freed = held["VmHWM"] - held["VmRSS"]
-            private = held["Private_Dirty"] + freed + grammar_code(row["pid"])
-            if abs(charged - private) <= TOLERANCE * (held["Pss_Anon"] + freed) + SAMPLE_BYTES:
+            excess, most = difference(row["pid"], row["reserved"]["cpu"])
+            if 0 <= excess <= most:
                 return
 
 
@@ -140,23 +141,17 @@ async def test_forked_workers_are_charged_what_they_take_from_their_first_load_o
     async with router("--models-preset", str(write_presets(tmp_path)), "--fork-server") as up:
         fork_server = await fork_server_of(up)
         for count, name in enumerate(MODELS, 1):
-            assert await ask(up, name) == 200
-            if name in LEARNED:  # its steps are announced until the next pulse
-                await is_charged_what_it_takes(up, name)
+            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+            await up.becomes(name, "loaded")
             state: Any = (await up.client.get("/router/state")).json()
             [host], rows = state["devices"], {row["model"]: row for row in state["workers"]}
             assert len(rows) == count
-            held, charged, later = account(rows[name]["pid"]), rows[name]["reserved"]["cpu"], rows[name]["later"]
-            freed = held["VmHWM"] - held["VmRSS"]
-            private, most = held["Private_Dirty"] + freed, TOLERANCE * (held["Pss_Anon"] + freed) + SAMPLE_BYTES
-            assert later <= MOST_LATER
-            assert charged == pytest.approx(private, abs=most), held
-            if name in LEARNED:
-                async with never_exceeding(up, fork_server):
-                    await fill(up, name)
-            else:
+            excess, most = difference(rows[name]["pid"], rows[name]["reserved"]["cpu"])
+            assert excess <= most, "when it is ready"
+            async with never_exceeding(up, fork_server):
+                assert await ask(up, name) == 200
+                await is_charged_what_it_takes(up, name)
                 await fill(up, name)
-                assert account(rows[name]["pid"])["Private_Dirty"] <= charged, "its largest steps are included"
             await is_charged_what_it_takes(up, name)
             truth = sum(account(pid)["Pss"] for pid in (fork_server, *(row["pid"] for row in rows.values())))
             assert truth <= sum(row["reserved"]["cpu"] for row in rows.values()) + host["shared"]

@@ -87,7 +87,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             measured=engine.measured,
             later=engine.later,
             unannounced=engine.unannounced,
-            steps=engine.steps_to_come,
+            steps=0 if engine.has_warmed_up else engine.steps_to_come,
             mapped=memory.mapped(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,

@@ -70,7 +70,7 @@ class Ready:
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
     unannounced: int = 0  # as in Pulse
-    steps: int = 0  # the part of `unannounced` for larger steps
+    steps: int = 0  # the part of `unannounced` for larger steps that an earlier load has measured
     mapped: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0
@@ -84,7 +84,8 @@ class Ready:
     overhead: dict[str, int] = dataclasses.field(default_factory=dict)
     # False if the driver does not report memory by process: the overhead is then the growth of the device's total use.
     overhead_is_own: bool = True
-    # The engine has computed its largest steps with text, so `measured` and `later` contain what they take.
+    # The engine has computed its largest steps with text, so `measured`, `later` and `unannounced` contain what they
+    # take.
     has_warmed_up: bool = False
     # Modules of the model's family (`is_family_module`) that this process imported, for the fork server.
     modules: list[str] = dataclasses.field(default_factory=list)

@@ -79,8 +79,9 @@ class TransformersEngine:
         self._leader: LeaderRunner | None = None
         self._unmapped = load_generator.UnmappedMemory()
         self.has_warmed_up = False  # as in `Ready`
+        self._at_once = memory.TAKEN_WHEN_READY if memory.inheritance.is_forked else 0
         self._steps_later = 0  # bytes that steps may take beyond what the warmup took
-        self._with_steps = 0  # bytes of main memory with the largest steps, if these are announced
+        self._with_steps = 0  # bytes of main memory with the largest steps and requests, if these are announced
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
@@ -88,8 +89,6 @@ class TransformersEngine:
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
             backend = loaded.backend
-            if loaded.announces_steps:
-                self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
             work = self._generation = GenerationLoop(
                 backend,
                 outbox,
@@ -100,6 +99,13 @@ class TransformersEngine:
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
             self.has_warmed_up, self._steps_later = loaded.has_warmed_up, loaded.later
+            if not loaded.announces_steps:
+                self._steps_later += loaded.prompt_logits
+            elif self.has_warmed_up:
+                taken = loaded.prompt_logits + memory.TAKEN_BY_REQUESTS
+                self._with_steps = self._present + self._grammars.bytes_to_come + taken
+            else:
+                self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
             self.vision = loaded.image_reader
             self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
@@ -196,13 +202,17 @@ class TransformersEngine:
         return self._leader.measured() if self._leader is not None else memory.measured(self._options.devices)
 
     def map_rest(self) -> None:
-        """Map the weights in the page cache ahead of the first step, and then the KV cache. Called once."""
+        """Map the weights in the page cache ahead of the first step, and then the KV cache. Called once, when ready."""
+        self._at_once = 0  # taken before the next pulse, and reserved since `Ready` is known
         self._unmapped.start()
 
     @property
     def later(self) -> int:
         """Bytes still to be allocated, as in `Pulse`."""
-        return self._unmapped.left + self._growth.bytes + self._steps_later + memory.inheritance.yet_to_copy()
+        copied = memory.inheritance.yet_to_copy()
+        if self._with_steps:  # all but these are announced
+            copied = min(copied, memory.COPIED_BETWEEN_PULSES)
+        return self._unmapped.left + self._growth.bytes + self._at_once + self._steps_later + copied
 
     @property
     def unannounced(self) -> int:
@@ -213,14 +223,18 @@ class TransformersEngine:
 
     @property
     def steps_to_come(self) -> int:
-        """Bytes that steps larger than those so far may take, as earlier loads measured them; 0: unknown."""
+        """Bytes that steps larger than those so far and their requests may take; 0: it does not announce them."""
         if not self._with_steps:
             return 0
-        present = self.later - self._growth.bytes + memory.measured(())["cpu"]
-        return max(0, self._with_steps - present - self._grammars.bytes_to_come)
+        return max(0, self._with_steps - self._present - self._grammars.bytes_to_come)
+
+    @property
+    def _present(self) -> int:
+        """Bytes of main memory that it has, or may take without an announcement."""
+        return self.later - self._growth.bytes + memory.measured(())["cpu"]
 
     def _announce_steps(self) -> None:
-        with memory.inheritance.last_sample():
+        with memory.inheritance.last_count():
             self._growth.announce_steps(self.steps_to_come)
 
     def _announce(self) -> None:

@@ -76,8 +76,9 @@ class LoadedGenerator:
     no_vision: str = TEXT_ONLY  # why it takes no images
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
     has_warmed_up: bool = False  # as in `Ready`
-    later: int = 0  # bytes of main memory that steps may take beyond what the warmup took
-    announces_steps: bool = False  # earlier loads have warmed up, and this one announces larger steps instead
+    later: int = 0  # bytes of main memory that steps may take at any time beyond what the warmup took
+    prompt_logits: int = 0  # those for logits of prompts
+    announces_steps: bool = False  # it announces steps that are larger than those so far
 
 
 def load(
@@ -119,11 +120,10 @@ def load(
         is_fast = loaded.device.type == "cpu" and _warms_up_fast(loaded, options, config, ctx_size)
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
         announces_steps = options.announce_steps and is_fast and memory.inheritance.is_forked
-        later = 0
-        # Kernels, the reordering of weights, and logits of prompts.
+        later = prompt_logits = 0
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
-            later = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
-            later += sum(onednn_bytes(loaded.model)) if reorders else 0
+            prompt_logits = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
+            later = sum(onednn_bytes(loaded.model)) if reorders else 0  # kernels, and the reordering of weights
         runner = _first_steps(backend, capacity, prefill_budget, loaded, options, ctx_size, progress, warms_up=warms_up)
     stage_done("warmup")
     return LoadedGenerator(
@@ -144,6 +144,7 @@ def load(
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
         later=later,
+        prompt_logits=prompt_logits,
     )
 
 

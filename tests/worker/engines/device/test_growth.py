@@ -50,3 +50,14 @@ def test_a_step_is_larger_by_tokens_rows_or_twice_the_context(step: Batch, is_la
     assert largest.is_exceeded(batch((0, 8), (0, 4)))
     assert not largest.is_exceeded(batch((0, 8), (0, 4)))
     assert largest.is_exceeded(step) is is_larger
+
+
+def test_a_step_is_larger_by_logits_of_a_prompt() -> None:
+    largest, tokens = LargestStep(), [0] * 8
+    plain, scored = (
+        Sequence(id=0, prompt_tokens=8, tokens=tokens, limit=9, ends=frozenset(), prompt_logprobs=scores)
+        for scores in (False, True)
+    )
+    assert largest.is_exceeded((Segment(plain, 0, 0, 8),))
+    assert not largest.is_exceeded((Segment(plain, 0, 0, 8),))
+    assert largest.is_exceeded((Segment(scored, 0, 0, 8),))

@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+import resource
 import sys
 import threading
 import time
@@ -18,19 +19,22 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
-# Seconds between two measurements of pages shared with the fork server, and growth of mapped files after which there is
-# one at once: the first steps use code of libraries, which would count as the worker's own until then.
-_SAMPLE_INTERVAL, _SAMPLE_GROWTH = 10.0, 4 << 20
-# Memory areas that are sampled for that. They hold 389 of the 394 MiB of a fork server, which has 930 (measured).
-_MAX_AREAS = 256
-# Sample: consecutive pages, and of how many times as many, in areas with data and in others.
-_DATA_SAMPLE, _FILE_SAMPLE = (64, 4), (16, 4)
+# Shared pages are counted again after so many page faults of this process, of which each copied page is one, and after
+# so many seconds, as the fork server copies pages too. What it leaves to one worker is then the worker's own.
+_MOST_FAULTS, _COUNT_INTERVAL = 64, 10.0
+_PAGES_AT_ONCE = 4096  # of the page map in one read
 # Upper limits of the data that a worker shares with its fork server and then copies by writing: one byte of so many.
 # Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
 # 2.6 %, but their memory is announced (`MemoryNeed`).
 _COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
-# Difference between a sample and the whole of a worker's pages. Measured: 0.8 MiB between runs.
-_SAMPLE_ERROR = 1 << 20
+# The same between two pulses, without a step that is announced. Measured: 0.2 MiB by 40 requests.
+COPIED_BETWEEN_PULSES = 1 << 20
+# Main memory that requests take beside that once the largest steps of a small model were computed: Python's heap and
+# code of libraries. Measured: 5.0 to 6.3 MiB with the copied pages, half of it by the first request.
+TAKEN_BY_REQUESTS = 4 << 20
+# Main memory that a forked worker takes between its measurement and its first pulse: the router's first connection, and
+# pages that the fork server copies. Measured: 1.4 to 2.6 MiB.
+TAKEN_WHEN_READY = 2 << 20
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -109,41 +113,40 @@ class Inheritance:
     A library's pages count as shared whether the parent has used them or not: any other worker may have. The fork
     server is charged for them (`LIBRARY_CODE_BYTES`).
 
-    A walk over all pages (smaps_rollup) would be exact but takes as long as there are pages: 90 ms for a model of 2 GB,
-    in the middle of its load. Only a quarter of the largest areas of the parent is sampled. The first pages of a
-    library are in memory more often than the others. So its sample has small pieces, and many of them: an eighth in
-    pieces of 64 pages gave 2.5 MiB too much of 305 and differed by 3 MiB between workers, a quarter in pieces of 16
-    gives half a MiB and 1.5 (measured). For data, whose writes are scattered, small pieces changed nothing.
+    Only pages that the parent has are looked at. smaps_rollup would walk over all: 90 ms for a model of 2 GB, in the
+    middle of its load. An earlier version read a quarter of the largest areas, in 6 ms instead of 7, and was wrong by
+    up to 4 MiB (measured).
     """
 
     def __init__(self) -> None:
-        self._areas: list[tuple[int, int, tuple[int, int]]] = []  # first page, number of pages, and sample
-        self._data = 0  # bytes of data in the areas before the fork
+        self._ranges: list[tuple[int, int]] = []  # first page and end
+        self._data = 0  # bytes of data before the fork
         self._data_when_loaded = 0  # those that were shared when `yet_to_copy` was first called
         self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
         self._pagemap = -1
         self._shared = 0, 0  # bytes of data and of libraries
-        self._sampled_at = -math.inf
-        self._files = 0  # bytes of mapped files then
-        self._keeps_sample = False
-        # Two threads measure at once when a worker is ready. With the lock, one sample (5 ms) serves both.
+        self._counted_at, self._faults = -math.inf, 0  # monotonic seconds, and page faults of this process until then
+        self._keeps_count = False
+        # Two threads measure at once when a worker is ready. With the lock, one count (7 ms) serves both.
         self._lock = threading.Lock()
 
     def survey(self) -> None:
-        """In the parent before it forks: find the areas that children share. Does nothing without /proc/self/smaps."""
-        sizes: dict[tuple[int, int], list[int]] = {}
-        area = (0, 0)
+        """In the parent before it forks: find the pages that children share. Does nothing without /proc/self/smaps."""
+        self._ranges, self._data = [], 0
+        begin = end = 0
+        is_file = False
         with suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as areas:
             for line in areas:
                 first, _, rest = line.partition(" ")
                 if not first.endswith(":"):
                     begin, end = (int(address, 16) // mmap.PAGESIZE for address in first.split("-"))
-                    area = (begin, end - begin)
-                elif first in ("Rss:", "Anonymous:"):
-                    sizes.setdefault(area, []).append(int(rest.split()[0]))
-        largest = sorted(sizes, key=lambda area: sizes[area], reverse=True)[:_MAX_AREAS]
-        self._areas = [(*area, _DATA_SAMPLE if sizes[area][1] else _FILE_SAMPLE) for area in largest if sizes[area][0]]
-        self._data = sum(sizes[area][1] for area in largest) * 1024
+                    is_file = rest.split()[3] != "0"  # the inode
+                elif first == "Rss:" and (is_file or int(rest.split()[0])):
+                    if self._ranges and self._ranges[-1][1] == begin:  # 900 areas are 60 ranges
+                        begin = self._ranges.pop()[0]
+                    self._ranges.append((begin, end))
+                elif first == "Anonymous:":
+                    self._data += int(rest.split()[0]) * 1024
 
     def take(self) -> None:
         """In the child: open its page map while it still may. A worker that cannot be debugged cannot open this
@@ -158,17 +161,17 @@ class Inheritance:
         return self._pagemap >= 0
 
     def bytes(self) -> int:
-        """Bytes shared with the parent, at most some seconds old."""
-        return sum(self._sample())
+        """Bytes shared with the parent, as they were last counted."""
+        return sum(self._count())
 
     def lower_bound(self) -> int:
-        """A lower bound of `bytes` without a sample, for a process that has mapped no weights: all its mapped files are
+        """A lower bound of `bytes` without counting, for a process that has mapped no weights: all its mapped files are
         libraries."""
         return self._data - self._data // _COPIED_BY_LOAD + _status("RssFile") if self.is_forked else 0
 
     def data(self) -> int:
         """Those of `bytes` that this process would copy by writing to them."""
-        return self._sample()[0]
+        return self._count()[0]
 
     def yet_to_copy(self) -> int:
         """Upper limit of the bytes of `data` that requests write to, so that this process then owns them. First called
@@ -176,49 +179,41 @@ class Inheritance:
         data = self.data()
         self._data_when_loaded = self._data_when_loaded or data
         limit = self._data_when_loaded // _COPIED_BY_REQUESTS
-        return min(limit, max(_SAMPLE_ERROR, limit - (self._data_when_loaded - data)))
+        return min(limit, max(COPIED_BETWEEN_PULSES, limit - (self._data_when_loaded - data)))
 
     @contextmanager
-    def last_sample(self) -> Iterator[None]:
-        """In the block no sample is taken if there is one already. It takes 5 ms, in which the first request of a swap
+    def last_count(self) -> Iterator[None]:
+        """In the block pages are not counted if they were before. It takes 7 ms, in which the first request of a swap
         would wait. Libraries whose pages are used meanwhile count as memory of this process."""
-        self._keeps_sample = math.isfinite(self._sampled_at)
+        self._keeps_count = math.isfinite(self._counted_at)
         try:
             yield
         finally:
-            self._keeps_sample = False
+            self._keeps_count = False
 
     def libraries(self) -> int:
         """Those of `bytes` that are in mapped files."""
-        return self._sample()[1]
+        return self._count()[1]
 
-    def _sample(self) -> tuple[int, int]:
-        if self._pagemap < 0 or self._keeps_sample:
+    def _count(self) -> tuple[int, int]:
+        """Bytes of data and of libraries. 8 bytes per page (Documentation/admin-guide/mm/pagemap.rst)."""
+        if self._pagemap < 0 or self._keeps_count:
             return self._shared
         with self._lock:
-            files = _status("RssFile")
-            is_old = time.monotonic() - self._sampled_at > _SAMPLE_INTERVAL
-            if is_old or abs(files - self._files) > _SAMPLE_GROWTH:
-                pages = [self._in(area) for area in self._areas]
-                self._shared = (
-                    mmap.PAGESIZE * sum(data for data, _ in pages),
-                    mmap.PAGESIZE * sum(file for _, file in pages),
-                )
-                self._files, self._sampled_at = files, time.monotonic()
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            is_old = time.monotonic() - self._counted_at > _COUNT_INTERVAL
+            if is_old or faults > self._faults + _MOST_FAULTS:
+                data = libraries = 0
+                with suppress(OSError):
+                    for begin, end in self._ranges:
+                        for first in range(begin, end, _PAGES_AT_ONCE):
+                            entries = os.pread(self._pagemap, 8 * min(_PAGES_AT_ONCE, end - first), first * 8)
+                            # The highest byte has all flags that matter. numpy took longer.
+                            kinds = entries[7::8].translate(_PAGE_KINDS)
+                            data, libraries = data + kinds.count(_DATA), libraries + kinds.count(_LIBRARY)
+                self._shared = data * mmap.PAGESIZE, libraries * mmap.PAGESIZE
+                self._counted_at, self._faults = time.monotonic(), faults
             return self._shared
-
-    def _in(self, area: tuple[int, int, tuple[int, int]]) -> tuple[int, int]:
-        """Pages of data and of libraries in an area, extrapolated from a sample. 8 bytes per page
-        (Documentation/admin-guide/mm/pagemap.rst)."""
-        first, pages, (piece, stride) = area
-        found = bytearray()
-        with suppress(OSError):
-            for page in range(0, pages, stride * piece):
-                found += os.pread(self._pagemap, 8 * min(piece, pages - page), (first + page) * 8)
-        # The highest byte of each entry has all flags that matter. numpy took longer for areas this small.
-        kinds = found[7::8].translate(_PAGE_KINDS)
-        taken = max(len(kinds), 1)
-        return kinds.count(_DATA) * pages // taken, kinds.count(_LIBRARY) * pages // taken
 
 
 inheritance = Inheritance()  # of this process, or of the one that it was forked from

@@ -77,16 +77,17 @@ class LargestStep:
     """The largest steps so far, by what their main memory depends on."""
 
     def __init__(self) -> None:
-        self._tokens = self._rows = self._context = 0
+        self._tokens = self._rows = self._logits = self._context = 0
 
     def is_exceeded(self, batch: Batch) -> bool:
-        """Record a step. True if it is larger than all before: by its tokens, by its rows, or by twice the context, of
-        which a step takes little and which grows with each token."""
+        """Record a step. True if it is larger than all before: by its tokens, its rows, its logits, or by twice the
+        context, of which a step takes little and which grows with each token."""
         tokens, rows = sum(segment.length for segment in batch), len(batch)
+        logits = sum(segment.logits for segment in batch)
         context = sum(segment.end for segment in batch).bit_length()
-        is_exceeded = tokens > self._tokens or rows > self._rows or context > self._context
+        is_exceeded = tokens > self._tokens or rows > self._rows or logits > self._logits or context > self._context
         self._tokens, self._rows = max(tokens, self._tokens), max(rows, self._rows)
-        self._context = max(context, self._context)
+        self._logits, self._context = max(logits, self._logits), max(context, self._context)
         return is_exceeded
 
 
