@@ -81,8 +81,8 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     if not channel.supervised:
         url = address.replace("tcp:", "http://")
         logging.getLogger("worker").info("%s listens on %s; Ctrl-C stops it", command.name or command.snapshot, url)
-    channel.send(
-        Ready(
+    with memory.inheritance.one_count():
+        ready = Ready(
             address=address,
             measured=engine.measured,
             later=engine.later,
@@ -98,7 +98,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             has_warmed_up=engine.has_warmed_up,
             modules=_family_modules(),
         )
-    )
+    channel.send(ready)
     engine.map_rest()
     await stop.wait()
     if server.is_idle and not fatal.done():

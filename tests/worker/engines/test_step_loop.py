@@ -193,7 +193,7 @@ def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> 
 
 
 def test_steps_get_another_number_of_threads_at_a_pulse() -> None:
-    counts = iter((2, 3, 1))
+    counts = iter((4, 2, 3, 1))  # the first is for steps before the first pulse
     received: list[int] = []
     done = threading.Event()
 

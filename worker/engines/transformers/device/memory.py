@@ -127,7 +127,7 @@ class Inheritance:
         self._shared = 0, 0  # bytes of data and of libraries
         self._counted_at, self._faults = -math.inf, 0  # monotonic seconds, and page faults of this process until then
         self._keeps_count = False
-        # Two threads measure at once when a worker is ready. With the lock, one count (7 ms) serves both.
+        # Several threads measure. With the lock, one count (7 ms) serves those that wait for it.
         self._lock = threading.Lock()
 
     def survey(self) -> None:
@@ -180,6 +180,13 @@ class Inheritance:
         self._data_when_loaded = self._data_when_loaded or data
         limit = self._data_when_loaded // _COPIED_BY_REQUESTS
         return min(limit, max(COPIED_BETWEEN_PULSES, limit - (self._data_when_loaded - data)))
+
+    @contextmanager
+    def one_count(self) -> Iterator[None]:
+        """In the block all figures are of one count, at its start: pages that change meanwhile cause no other one."""
+        self._count()
+        with self.last_count():
+            yield
 
     @contextmanager
     def last_count(self) -> Iterator[None]:

@@ -207,7 +207,8 @@ class StepLoop:
         self._publish()
 
     def _loop(self) -> None:
-        due = time.monotonic()
+        torch.set_num_threads(self._threads())
+        due = time.monotonic() + self._interval  # `Ready` has the figures of now
         while not self._closing:
             if time.monotonic() >= due:
                 self._send_pulse()
@@ -246,30 +247,31 @@ class StepLoop:
     def _compose_pulse(self) -> None:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
         self._growth.step_bytes = 0  # no step runs now, so what steps have taken is measured below
-        # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
-        later = self._later()
-        self._pulse(
-            Pulse(
-                steps=now.steps,
-                running=now.running,
-                waiting=now.waiting,
-                measured=self._measured(),
-                later=later,
-                unannounced=self._unannounced(),
-                resident=memory.held(),
-                mapped=memory.mapped(),
-                parallel=report.parallel,
-                prefill_rate=self._prefill.since(report.prefill_tokens, at),
-                decode_rate=self._decode.since(report.decode_tokens, at),
-                cache_used=report.cache_used,
-                cache_reusable=report.cache_reusable,
-                cache_total=report.cache_total,
-                drafted=report.drafted,
-                accepted=report.accepted,
-                drafts=report.drafts,
-                accepted_at=list(report.accepted_at),
-                batched=report.batched,
-                longest=report.longest,
-                slots=[list(slot) for slot in report.slots],
+        with memory.inheritance.one_count():
+            # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
+            later = self._later()
+            self._pulse(
+                Pulse(
+                    steps=now.steps,
+                    running=now.running,
+                    waiting=now.waiting,
+                    measured=self._measured(),
+                    later=later,
+                    unannounced=self._unannounced(),
+                    resident=memory.held(),
+                    mapped=memory.mapped(),
+                    parallel=report.parallel,
+                    prefill_rate=self._prefill.since(report.prefill_tokens, at),
+                    decode_rate=self._decode.since(report.decode_tokens, at),
+                    cache_used=report.cache_used,
+                    cache_reusable=report.cache_reusable,
+                    cache_total=report.cache_total,
+                    drafted=report.drafted,
+                    accepted=report.accepted,
+                    drafts=report.drafts,
+                    accepted_at=list(report.accepted_at),
+                    batched=report.batched,
+                    longest=report.longest,
+                    slots=[list(slot) for slot in report.slots],
+                )
             )
-        )
