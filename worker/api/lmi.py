@@ -1,16 +1,16 @@
-"""LMI's invocations: inputs and parameters, answered whole or as lines of JSON. Bodies with messages or a prompt are
-OpenAI's.
+"""LMI's invocations: inputs and parameters, answered whole or as lines of JSON, or with vectors by embedders. Bodies
+with fields of OpenAI's or vLLM's calls are answered as at the paths of these calls.
 """
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
-from worker.api import openai
-from worker.api.call import GenerationCall, ReplyWriter
+from worker.api import embeddings, openai
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter
 from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
@@ -21,6 +21,7 @@ from worker.prompt.logprob_options import finite_or_none
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import DEFAULTS_WITHOUT_EFFECT, INVOCATIONS, OPENAI_FIELDS, PARAMETERS, SAME_AS_OPENAI
+from worker.protocol.dialects.vllm import SCORE_FIELDS
 
 _NEW_TOKENS = 30  # default for requests without max_new_tokens
 _SAME = (
@@ -45,8 +46,13 @@ _NAMES: Mapping[str, str] = {
 _FINISHES = {"length": "length", "stop": "eos_token"}
 
 
-async def invocations(body: Json, model: ServedModel) -> GenerationCall:
-    """Parse a completion of one or more inputs; with messages or a prompt, OpenAI's completion. Raise RequestError."""
+async def invocations(body: Json, model: ServedModel) -> GenerationCall | JsonAnswer:
+    """Parse a completion of one or more inputs, or with messages or a prompt OpenAI's; otherwise compute vectors or
+    scores. Raise RequestError.
+    """
+    generates = "completion" in model.engine.capabilities
+    if "inputs" not in body and (compute := _vector_call(body, generates=generates)):
+        return await compute(body, model)
     if not OPENAI_FIELDS.isdisjoint(body):
         call = await (openai.chat if "messages" in body else openai.completions)(body, model)
         return replace(call, frame_dialect=Dialect.OPENAI)
@@ -56,6 +62,8 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall:
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidValue("inputs must be a string or an array of strings", param="inputs")
+    if not generates:
+        return await _vectors(fields, texts, model, is_list=isinstance(inputs, list))
     if stream and len(texts) > 1:
         raise InvalidValue("stream needs a single input: lines do not name their input", param="inputs")
     adapters = adapter_choice.read(fields, "adapters", prompts=len(texts))
@@ -69,6 +77,29 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall:
     )
     reply = LmiWriter(texts, options, is_list=isinstance(inputs, list))
     return chat.call(reply, ignored=ignored, generations=generations, ping_interval=None)
+
+
+def _vector_call(body: Json, *, generates: bool) -> Callable[[Json, ServedModel], Awaitable[JsonAnswer]] | None:
+    """Return the call of vectors or scores whose fields the body has."""
+    if "input" in body or ("messages" in body and not generates):
+        return embeddings.embeddings
+    if "query" in body:
+        return embeddings.rerank
+    return embeddings.score if any(body.keys() >= set(pair) for pair in SCORE_FIELDS) else None
+
+
+async def _vectors(fields: BodyFields, texts: list[str], model: ServedModel, *, is_list: bool) -> JsonAnswer:
+    """Compute the vector of one text, or one vector per text of an array, as DJL Serving does for embedders."""
+    if fields.flag("stream"):
+        raise InvalidValue("stream is only for generated text; leave it out", param="stream")
+    fields.refuse("adapters", "adapters is not supported for vectors; leave it out")
+    if fields.take("parameters") is not None:
+        fields.mark_unused("parameters")
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    with client_field_names({"input": "inputs"}):
+        embedded = await embeddings.embeddings({"input": texts}, model)
+    vectors = [item["embedding"] for item in embedded.body["data"]]
+    return replace(embedded, body=vectors if is_list else vectors[0], ignored=ignored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import chunks, serving
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from tests.worker.serving import chunks, serving, tokenizer
+from worker.interface import EncodingConfig
 
 
 async def test_invocations_have_lmis_fields_and_defaults() -> None:
@@ -55,6 +56,48 @@ async def test_invocations_accept_openais_bodies() -> None:
         assert chunks(await world.stream("/invocations", {"messages": messages}))[-1] == "[DONE]"
         lines = (await world.failed_stream("/invocations", {"prompt": " fail-later ", "stream": True})).splitlines()
         assert "logits" in json.loads(lines[-2].removeprefix(b"data: "))["error"]["message"]
+
+
+async def test_invocations_of_an_embedder_compute_vectors() -> None:
+    encoding = EncodingConfig(dimensions=4)
+    engine = FakeEngine(tokenizer(), capabilities=("embedding", "rerank"), encoding=encoding)
+    async with serving(engine) as world:
+        _, _, expected = await world.post("/v1/embeddings", {"input": ["hi", "ho"]})
+        vectors = [item["embedding"] for item in expected["data"]]
+        _, _, answer = await world.post("/invocations", {"inputs": ["hi", "ho"]})
+        assert answer == vectors
+        _, headers, answer = await world.post("/invocations", {"inputs": "hi", "parameters": {"seed": 1}})
+        assert (answer, headers["X-Ignored-Fields"]) == (vectors[0], "parameters")
+        for inputs in ([], "", [5], None):
+            status, _, answer = await world.post("/invocations", {"inputs": inputs} if inputs != "" else {})
+            assert (status, answer["message"].split()[0]) == (400, "inputs")
+        status, _, answer = await world.post("/invocations", {"inputs": "hi", "stream": True})
+        assert (status, answer["message"]) == (400, "stream is only for generated text; leave it out")
+        status, _, answer = await world.post("/invocations", {"inputs": "word " * 500})
+        assert (status, answer["message"][:22]) == (400, "the prompt is too long")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "hi", "dimensions": 2}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/rerank", {"query": "hi", "documents": ["ho", "hu"]}),
+        ("/v1/score", {"text_1": "hi", "text_2": ["ho", "hu"]}),
+        ("/v1/score", {"queries": "hi", "documents": ["ho", "hu"]}),
+    ],
+)
+async def test_invocations_accept_the_bodies_of_vectors_and_scores(path: str, body: dict[str, Any]) -> None:
+    encoding = EncodingConfig(dimensions=4)
+    engine = FakeEngine(tokenizer(), capabilities=("embedding", "rerank"), encoding=encoding)
+    async with serving(engine) as world:
+        _, _, expected = await world.post(path, body)
+        status, _, answer = await world.post("/invocations", body)
+        changing = {"id", "created"}
+        assert status == 200
+        assert {name: expected[name] for name in expected.keys() - changing} == {
+            name: answer[name] for name in answer.keys() - changing
+        }
 
 
 async def test_invalid_fields_are_rejected_in_lmis_format() -> None:

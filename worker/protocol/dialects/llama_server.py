@@ -216,9 +216,8 @@ COMPONENTS: Mapping[str, Schema] = {
 COMPLETION_RESPONSE = ResponseSchema(
     body=any_of(ref("NativeCompletion"), several(ref("NativeCompletion"))), frame=ref("NativeCompletionFrame")
 )
-RERANK_RESPONSE = ResponseSchema(
-    body=any_of(ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT})))
-)
+RANKING = any_of(ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT})))
+RERANK_RESPONSE = ResponseSchema(body=RANKING)
 EMBEDDING_RESPONSE = ResponseSchema(body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})))
 MODELS_RESPONSE = ResponseSchema(
     body=shape(

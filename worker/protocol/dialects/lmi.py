@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, tuning
+from worker.protocol.dialects.llama_server import RANKING
 from worker.protocol.dialects.openai import ADAPTERS, COMMON, MODEL
+from worker.protocol.dialects.vllm import SCORES
 from worker.protocol.schema import (
     COUNT,
     FLAG,
@@ -109,8 +111,12 @@ PING_RESPONSE = ResponseSchema(
     body=shape({"status": enum("healthy", "pending")}),
     further={500: shape({"code": WHOLE, "type": TEXT, "message": TEXT})},
 )
+_VECTOR = several(NUMBER)
 INVOCATIONS_RESPONSE = ResponseSchema(
-    body=any_of(ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")),
+    body=any_of(
+        *(ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")),
+        *(_VECTOR, several(_VECTOR), ref("Embeddings"), RANKING, SCORES),
+    ),
     frame=ref("LmiLine"),
     events=any_of(ref("ChatCompletionChunk"), ref("Completion")),
 )

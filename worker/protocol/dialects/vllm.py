@@ -52,16 +52,15 @@ TOKEN_COUNT = shape(
     {"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": or_null(several(TEXT))}
 )
 
-SCORE_RESPONSE = ResponseSchema(
-    body=shape(
-        {
-            "id": TEXT,
-            "object": const("list"),
-            "created": COUNT,
-            "model": TEXT,
-            "data": several(shape({"index": COUNT, "object": const("score"), "score": NUMBER})),
-            "usage": ref("PromptUsage"),
-        }
-    )
+SCORES = shape(
+    {
+        "id": TEXT,
+        "object": const("list"),
+        "created": COUNT,
+        "model": TEXT,
+        "data": several(shape({"index": COUNT, "object": const("score"), "score": NUMBER})),
+        "usage": ref("PromptUsage"),
+    }
 )
+SCORE_RESPONSE = ResponseSchema(body=SCORES)
 VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
