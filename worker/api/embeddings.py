@@ -83,7 +83,7 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     field = "texts" if is_bare else "documents"
     most = fields.integer("top_n")
     returns_text = bool(fields.flag("return_documents")) | bool(fields.flag("return_text"))
-    truncate, most_tokens = _read_truncate(fields), fields.integer("max_tokens_per_doc")
+    truncate, most_tokens = _read_truncate(fields, model), fields.integer("max_tokens_per_doc")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if not query:
         raise InvalidValue("query must be a non-empty string", param="query")
@@ -112,7 +112,7 @@ async def score(body: Json, model: ServedModel) -> JsonAnswer:
     fields = BodyFields(body, SCORE)
     name = fields.text("model") or model.options.name
     names, firsts, seconds = _read_pairs(fields)
-    truncate = _read_truncate(fields)
+    truncate = _read_truncate(fields, model)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     scores, texts = await _relevance(firsts, seconds, names, model, truncate=truncate)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
@@ -121,7 +121,7 @@ async def score(body: Json, model: ServedModel) -> JsonAnswer:
 
 
 async def _relevance(
-    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel, *, truncate: bool
+    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel, *, truncate: int | None
 ) -> tuple[Sequence[float], list[EncoderInput]]:
     """Return the relevance of each of `seconds` to the one of `firsts`, or to that at the same place, and the inputs.
 
@@ -129,7 +129,7 @@ async def _relevance(
     """
     if model.engine.encoding is None:
         limit = model.text_limit(names[1], truncate=truncate)
-        encode_group = partial(model.encode_pairs, limit=limit, truncate=truncate)
+        encode_group = partial(model.encode_pairs, limit=limit)
         others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
         groups = zip(firsts, others, strict=True)
         pairs = [pair for first, group in groups for pair in await encode_group(first, group)]
@@ -183,7 +183,7 @@ async def _read_inputs(fields: BodyFields, names: tuple[str, ...], model: Served
     Raise InvalidValue or ContextExceeded naming the field.
     """
     encoding = _encoding(model)
-    prompt, truncate = _read_prompt(fields, encoding), _read_truncate(fields)
+    prompt, truncate = _read_prompt(fields, encoding), _read_truncate(fields, model)
     given = [name for name in names if fields.take(name) is not None]
     if len(given) > 1:
         raise InvalidValue(f"{' and '.join(given)} mean the same; send one of them", param=given[1])
@@ -197,7 +197,7 @@ async def _read_inputs(fields: BodyFields, names: tuple[str, ...], model: Served
         raise InvalidValue(
             "prompt_name needs texts; prepend the instruction to the token ids instead", param="prompt_name"
         )
-    return _checked([EncoderInput(row[: model.max_text] if truncate else row) for row in rows], model, name)
+    return _checked([EncoderInput(row[:truncate]) for row in rows], model, name)
 
 
 async def _read_chat(fields: BodyFields, model: ServedModel) -> EncoderInput:
@@ -213,17 +213,17 @@ async def _read_chat(fields: BodyFields, model: ServedModel) -> EncoderInput:
         chat = replace(chat, add_generation_prompt=False)
     if chat.tools and not model.template.mentions("tools"):
         fields.mark_unused("tools")
-    truncate = _read_truncate(fields)
+    truncate = _read_truncate(fields, model)
     add_special = fields.flag("add_special_tokens") or False
     limit = model.text_limit("messages", truncate=truncate)
     [tokens] = await model.encode([await model.render(chat, limit)], limit, add_special=add_special)
     if not tokens:
         raise InvalidValue("this model's chat template renders the messages to an empty text", param="messages")
-    return _checked([EncoderInput(tokens[: model.max_text] if truncate else tokens)], model, "messages")[0]
+    return _checked([EncoderInput(tokens[:truncate])], model, "messages")[0]
 
 
 async def _encode(
-    texts: Sequence[str], model: ServedModel, name: str, prompt: str, *, truncate: bool
+    texts: Sequence[str], model: ServedModel, name: str, prompt: str, *, truncate: int | None
 ) -> list[EncoderInput]:
     """Tokenize `texts` with the instruction named `prompt` before each. Raise ContextExceeded."""
     encoding = _encoding(model)
@@ -241,7 +241,7 @@ async def _prepare(
     prompt: str,
     name: str,
     *,
-    truncate: bool,
+    truncate: int | None,
 ) -> list[EncoderInput]:
     """Truncate or reject long inputs and set the tokens that pooling skips. `rows`: the tokens of `texts` with `prompt`
     before each.
@@ -250,9 +250,14 @@ async def _prepare(
     if prompt and encoding.skips_prompt:
         [alone] = await model.encode([prompt], model.text_limit("prompt_name"))
         skipped = len(alone) - (bool(alone) and alone[-1] in model.special_ids)
-    if truncate:
-        long = [index for index, row in enumerate(rows) if len(row) > model.max_text]
-        cut = model.text_limit(name, truncate=True)
+        if truncate is not None and truncate <= len(alone):  # pooling would have no token of the text
+            raise InvalidValue(
+                f"truncate_prompt_tokens must be above {len(alone)}, the tokens of the model's instruction",
+                param="truncate_prompt_tokens",
+            )
+    if truncate is not None:
+        cut = model.text_limit(name, truncate=truncate)
+        long = [index for index, row in enumerate(rows) if len(row) > cut.tokens]
         shorter = await model.encode_cut([prompt + texts[index] for index in long], cut)
         for index, row in zip(long, shorter, strict=True):
             rows[index] = row
@@ -285,19 +290,19 @@ def _read_prompt(fields: BodyFields, encoding: EncodingConfig) -> str:
     return encoding.prompts[name]
 
 
-def _read_truncate(fields: BodyFields) -> bool:
-    """Read the truncation option: true, END as in Cohere's API, or vLLM's truncate_prompt_tokens of -1."""
-    fields.refuse(
-        "truncate_prompt_tokens", "truncate_prompt_tokens must be -1: texts can only be truncated to the context size"
-    )
+def _read_truncate(fields: BodyFields, model: ServedModel) -> int | None:
+    """Return the tokens to which longer texts are truncated; None if they are rejected.
+
+    The request has `truncate` (true, or END as in Cohere's API), or vLLM's truncate_prompt_tokens: -1 is all that fit.
+    """
     fields.refuse("truncation_side", 'truncation_side must be "right": only the end of a text can be truncated')
-    value = fields.take("truncate")
-    if value is None and fields.take("truncate_prompt_tokens") is not None:
-        return True
+    value, most = fields.take("truncate"), fields.integer("truncate_prompt_tokens")
+    if value is None and most is not None:
+        return model.max_text if most == -1 else min(most, model.max_text)
     if value is None or isinstance(value, bool):
-        return bool(value)
+        return model.max_text if value else None
     if isinstance(value, str) and value.upper() in ("NONE", "END"):
-        return value.upper() == "END"
+        return model.max_text if value.upper() == "END" else None
     raise InvalidValue(
         "truncate must be true or false, or NONE or END; only the end can be truncated", param="truncate"
     )

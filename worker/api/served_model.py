@@ -122,10 +122,16 @@ class ServedModel:
         """Maximum tokens of an encoder's input, which needs no position for an answer."""
         return min(self.options.max_input_tokens or self.engine.ctx_size, self.engine.ctx_size)
 
-    def text_limit(self, param: str, *, truncate: bool = False) -> TextLimit:
-        """The limit of an encoder's input in field `param`."""
-        setting = "max-input-tokens" if self.max_text < self.engine.ctx_size else ""
-        return TextLimit(self.max_text, param, keep="start" if truncate else "", setting=setting)
+    def text_limit(self, param: str, *, truncate: int | None = None) -> TextLimit:
+        """The limit of an encoder's input in field `param`.
+
+        `truncate`: the tokens of a longer text that are kept; None: it is rejected.
+        """
+        if truncate is not None:
+            return TextLimit(min(truncate, self.max_text), param, keep="start")
+        return TextLimit(
+            self.max_text, param, setting="max-input-tokens" if self.max_text < self.engine.ctx_size else ""
+        )
 
     def check_prompt(self, prompt: Sequence[int], *, param: str) -> None:
         """Raise ContextExceeded if the prompt leaves no room for an answer."""
@@ -201,14 +207,14 @@ class ServedModel:
         return self._encode([text], add_special=False, parse_special=True)[0]
 
     async def encode_cut(self, texts: Sequence[str], limit: TextLimit) -> list[list[int]]:
-        """Like `encode`, with each text truncated at its end to `max_text` tokens including special tokens."""
+        """Like `encode`, with each text truncated at its end to the tokens of `limit`, including special tokens."""
         if not texts:
             return []
         texts = [self.text_bound.fit(text, limit) for text in texts]
 
         def encode() -> list[list[int]]:
             shorter = (shorten(text, limit, self._count) for text in texts)
-            return [list(ids) for group in groups(shorter) for ids in self._truncated(group)["input_ids"]]
+            return [list(ids) for group in groups(shorter) for ids in self._truncated(limit, group)["input_ids"]]
 
         return await self._in_thread(encode)
 
@@ -230,11 +236,9 @@ class ServedModel:
 
         return await self._in_thread(lambda: [cut(text) for text in texts])
 
-    async def encode_pairs(
-        self, first: str, seconds: Sequence[str], limit: TextLimit, *, truncate: bool = False
-    ) -> list[EncoderInput]:
-        """Join `first` with each of `seconds` as the tokenizer joins pairs. `truncate`: remove tokens beyond `max_text`
-        from the end of the longer text of a pair. Raise the errors of `encode`.
+    async def encode_pairs(self, first: str, seconds: Sequence[str], limit: TextLimit) -> list[EncoderInput]:
+        """Join `first` with each of `seconds` as the tokenizer joins pairs. If `limit` allows a cut, remove tokens
+        beyond it from the end of the longer text of a pair. Raise the errors of `encode`.
         """
         first = self.text_bound.fit(first, limit)
         seconds = [self.text_bound.fit(second, limit) for second in seconds]
@@ -243,12 +247,12 @@ class ServedModel:
         def encode(group: list[str]) -> list[EncoderInput]:
             nonlocal total
             pairs = ([first] * len(group), group)
-            encoded: Any = self._truncated(*pairs) if truncate else self.tokenizer(*pairs, verbose=False)
+            encoded: Any = self._truncated(limit, *pairs) if limit.keep else self.tokenizer(*pairs, verbose=False)
             total = self._add_tokens(total, encoded["input_ids"], limit)
             kinds = encoded.get("token_type_ids") or [()] * len(group)
             return [EncoderInput(ids, kind) for ids, kind in zip(encoded["input_ids"], kinds, strict=True)]
 
-        if not truncate and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT:
+        if not limit.keep and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT:
             return encode(seconds)
 
         def encode_all() -> list[EncoderInput]:
@@ -362,9 +366,15 @@ class ServedModel:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def _truncated(self, *texts: list[str]) -> Any:
-        """Tokenize with truncation. The maximum length is tokenizer state, too."""
-        return self._copy("truncating")(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
+    def _truncated(self, limit: TextLimit, *texts: list[str]) -> Any:
+        """Tokenize texts, or pairs of texts, with truncation. Raise InvalidValue if `limit` has no room for a text."""
+        least = self.tokenizer.num_special_tokens_to_add(pair=len(texts) > 1) + len(texts)
+        if limit.tokens < least:
+            raise InvalidValue(
+                f"truncate_prompt_tokens must be at least {least} for this model", param="truncate_prompt_tokens"
+            )
+        # the maximum length is tokenizer state, too
+        return self._copy("truncating")(*texts, truncation="longest_first", max_length=limit.tokens, verbose=False)
 
     def _copy(self, use: str) -> "PreTrainedTokenizerBase":
         """Return the copy of the tokenizer for one purpose."""

@@ -120,10 +120,10 @@ async def test_token_ids_are_unchanged() -> None:
     await embeddings.embeddings({**cut, "truncation_side": "right"}, made)
     with pytest.raises(UnsupportedField, match="only the end"):
         await embeddings.embeddings({**cut, "truncation_side": "left"}, made)
-    with pytest.raises(UnsupportedField):
-        await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
+    await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
+    await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 1000}, made)
     assert isinstance(made.engine, FakeEngine)
-    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], *[[5] * 256] * 2]
+    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], *[[5] * 256] * 2, [5] * 4, [5] * 256]
     with pytest.raises(InvalidValue) as caught:
         await embeddings.embeddings({"input": [5, 6], "prompt_name": "query"}, made)
     assert caught.value.param == "prompt_name"
@@ -137,6 +137,33 @@ async def test_a_text_is_truncated_by_its_tokenizer() -> None:
     expected = made.tokenizer("# " + text, truncation=True, max_length=20)["input_ids"]
     assert list(made.engine.texts[1].tokens) == expected
     assert len(made.tokenizer(text)["input_ids"]) > 20, "the tokenizer itself still reads all of it"
+
+
+async def test_a_text_is_truncated_to_the_tokens_that_the_request_names() -> None:
+    made = embedder()
+    text = "The quick brown fox. " * 20
+    await embeddings.embeddings({"input": ["fox", text], "truncate_prompt_tokens": 12}, made)
+    assert isinstance(made.engine, FakeEngine)
+    expected = made.tokenizer("# " + text, truncation=True, max_length=12)["input_ids"]
+    assert list(made.engine.texts[-1].tokens) == expected
+    with pytest.raises(InvalidValue, match=r"above \d+, the tokens of the model's instruction") as caught:
+        await embeddings.embeddings({"input": text, "truncate_prompt_tokens": 1}, made)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
+async def test_a_pair_is_truncated_to_the_tokens_that_the_request_names() -> None:
+    made = model()
+    body: dict[str, Any] = {"query": "what?", "documents": ["hi", "a much longer one" * 9]}
+    result = await embeddings.rerank({**body, "truncate_prompt_tokens": 14}, made)
+    sizes = {found["index"]: found["relevance_score"] for found in result.body["results"]}
+    assert sizes == {0: len(made.tokenizer("what?", "hi")["input_ids"]), 1: 14}
+    scored = await embeddings.score(
+        {"text_1": "what?", "text_2": "a much longer one", "truncate_prompt_tokens": 9}, made
+    )
+    assert scored.body["data"][0]["score"] == 9
+    with pytest.raises(InvalidValue, match=r"must be at least \d+ for this model") as caught:
+        await embeddings.rerank({**body, "truncate_prompt_tokens": 1}, made)
+    assert caught.value.param == "truncate_prompt_tokens"
 
 
 async def test_the_error_for_a_long_input_names_the_setting_with_the_limit() -> None:

@@ -246,7 +246,9 @@ _TRUNCATE = any_of(
     {**TEXT, "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"},
     about="Truncate texts that are too long instead of rejecting them.",
 )
-_CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
+_CUT = any_of(
+    or_null(_FROM_ONE), const(-1), about="Truncate longer texts to this many tokens, or all that fit; -1 is `truncate`."
+)
 _CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: only the end is supported.")
 # Truncation of texts that are too long.
 TRUNCATION: Body = {"truncate": _TRUNCATE, "truncate_prompt_tokens": _CUT, "truncation_side": _CUT_SIDE}
