@@ -28,7 +28,7 @@ from worker.protocol.dialects.ollama import (
     EMBED,
     EMBEDDINGS,
     GENERATE,
-    LOAD_OPTIONS,
+    IGNORED_OPTIONS,
     OPTIONS,
 )
 from worker.protocol.streams import timestamp
@@ -189,11 +189,6 @@ def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
     within = fields.within("options", OPTIONS)
     chat_body: Json = {name: within.checked(name) for name in _SAMPLING}
     chat_body["stop"] = read_stop(within, "stop")
-    for name in ("typical_p", "mirostat"):
-        within.refuse(name, f"options.{name} is not supported; leave it out")
-    for name in ("mirostat_tau", "mirostat_eta"):
-        within.take(name)
-    within.refuse("tfs_z", "options.tfs_z is not supported; leave it out")
     most = within.integer("num_predict")
     chat_body["max_tokens"] = -1 if most is not None and most <= 0 else most
     num_ctx = within.integer("num_ctx")
@@ -202,7 +197,7 @@ def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
         # that does not fit is still rejected, with both lengths.
         fields.mark_unused("options.num_ctx")
         num_ctx = None
-    for name in LOAD_OPTIONS:
+    for name in IGNORED_OPTIONS:
         if within.take(name) is not None:
             fields.mark_unused(within.path + name)
     for name in within.check_unknown(strict=model.options.strict_fields):

@@ -246,6 +246,15 @@ async def test_options_of_embeddings_are_validated_and_reported_as_ignored(path:
         assert (status, answer["error"].startswith("options.temperature")) == (400, True)
 
 
+async def test_samplers_that_are_not_offered_are_reported_as_ignored() -> None:
+    options = {"typical_p": 0.7, "tfs_z": 0.5, "mirostat": 1, "mirostat_tau": 0.8, "draft_num_predict": 4}
+    async with serving() as world:
+        body = {"prompt": "hi", "stream": False, "options": {**options, "num_predict": 2, "top_k": 20}}
+        status, headers, _ = await world.post("/api/generate", body)
+        assert status == 200
+        assert set(headers["X-Ignored-Fields"].split(",")) == {f"options.{name}" for name in options}
+
+
 async def test_num_ctx_lowers_the_context_size_and_is_reported_as_ignored_above_it() -> None:
     async with serving() as world, ollama_client(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})
@@ -285,7 +294,7 @@ async def test_a_load_that_the_router_waited_for_is_a_complete_stream_of_one_lin
     ("body", "param"),
     [
         ({"options": {"temperature": -1}}, "options.temperature"),
-        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
+        ({"options": {"num_predict": 0.5}}, "options.num_predict"),
         ({"tools": [5]}, "tools"),
         ({"sse_ping_interval": 0}, "sse_ping_interval"),
     ],

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects import openai
-from worker.protocol.dialects.generation_fields import NEUTRAL, ROLES, SAMPLING, STOP, TUNING
+from worker.protocol.dialects.generation_fields import ROLES, SAMPLING, STOP, TUNING
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -38,21 +38,22 @@ KEEP_ALIVE = any_of(
     {**TEXT, "pattern": _DURATION},
     about="Idle seconds before the model is unloaded, or a duration such as 5m; below 0 is never.",
 )
-# Options for loading a model, which belong to the preset here, and options without effect.
-LOAD_OPTIONS = (
+# Options for loading a model, which belong to the preset here, and options without effect. Samplers that are not
+# offered are among them: the example in Ollama's documentation has typical_p, and Ollama ignores the older ones.
+IGNORED_OPTIONS = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-    "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline",
+    "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline", "draft_num_predict",
+    "typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta",
 )  # fmt: skip
 OPTIONS: Body = {
     **{name: schema for name, schema in TUNING.items() if name != "repetition_penalty"},
     "seed": SAMPLING["seed"],
     "stop": STOP,
-    **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z")},
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
     "num_ctx": integer(
         1, None, "Tokens of prompt and answer together, at most. Above the model's context: reported as ignored."
     ),
-    **members({"description": "Reported as ignored: set in the preset."}, *LOAD_OPTIONS),
+    **members({"description": "Reported as ignored."}, *IGNORED_OPTIONS),
 }
 _NAMES: Body = {"model": openai.MODEL, "name": text("Name of the model in older clients.")}
 GENERATION: Body = {
