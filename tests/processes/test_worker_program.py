@@ -1,6 +1,7 @@
 """The worker program as people and routers start it: command line, exit codes, a real model, and its exit."""
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ import torch
 from tests import tiny
 from tests.children import TOKEN, Child, environment, python
 from worker.errors import StartError
-from worker.program.main import CRASHED, diagnose, limit_cpu
+from worker.program.main import CRASHED, diagnose, limit_cpu, run_last
 from worker.program.serve import _wait_for_grant
 from worker.protocol.argv import COMMANDS, VERBS, Serve
 from worker.protocol.events import Exit, Failed, Prepared, Progress, Pulse, Ready, RequestEnded
 from worker.protocol.orders import MemoryGrant, encode_grant
+from worker.server.server import stop_requested
 
 WORKER = python("-m", "worker")
 STDIN = f"{TOKEN}\n".encode()
@@ -254,6 +256,26 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
             assert client.post("/v1/embeddings", json={"input": [400]}).status_code >= 500
         assert "illegal memory access" in child.event(Failed).message
         assert child.exit() == Exit.POISONED
+
+
+def test_a_second_signal_does_not_kill_a_worker_that_has_stopped_serving() -> None:
+    async def until_a_signal() -> None:
+        stop = stop_requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            run_last(until_a_signal())
+            gc.collect()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            code = 7
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @pytest.mark.slow

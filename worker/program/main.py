@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -265,8 +265,6 @@ def limit_cpu(seconds: float) -> None:
 def _serve(command: "Serve", channel: "RouterChannel", began: float, ranks: "RankProcesses | None") -> None:
     """`began`: start of the load, monotonic clock."""
     _set_environment(command.threads)
-    import asyncio
-
     from worker.errors import StartError
     from worker.program.serve import serve
     from worker.protocol.events import Exit
@@ -274,10 +272,21 @@ def _serve(command: "Serve", channel: "RouterChannel", began: float, ranks: "Ran
     if channel.supervised and not channel.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
     try:
-        asyncio.run(serve(command, channel, began, ranks))
+        run_last(serve(command, channel, began, ranks))
     finally:
         if ranks is not None:
             ranks.end()
+
+
+def run_last(work: Coroutine[object, object, None]) -> None:
+    """Run `work`, after which the process ends. Signals that `work` handles in its event loop stay handled.
+
+    The loop is not closed, as `asyncio.run` does it. A signal during the close is logged with a traceback, because the
+    pipe of the loop is closed before the handlers are removed; a later one kills the process before its exit code.
+    """
+    import asyncio
+
+    asyncio.Runner().run(work)  # the event loop policy keeps the loop from being freed, which would close it
 
 
 # Errors
