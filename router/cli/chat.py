@@ -32,15 +32,22 @@ def run(model: str, options: Sequence[str], url: str, key: str) -> int:
     """
     name = "" if options else _served(model, url, key)
     with (
-        httpx.Client(base_url=url, trust_env=False) if name else _started(model, options) as http,
+        _client(url) if name else _started(model, options) as http,
         contextlib.suppress(EOFError),
     ):
         http.timeout = httpx.Timeout(None)  # a load takes what it takes, and Ctrl-C ends it
         http.headers.update({"Authorization": f"Bearer {key}"} if key else {})
+        place = f" at {url}" if name else ""
         name = name or _first(http, model)
-        print(f"{name}{f' at {url}' if http.base_url.host != 'router' else ''}: {_HELP}", file=sys.stderr)
+        print(f"{name}{place}: {_HELP}", file=sys.stderr)
         return _chat(http, name)
     return 0
+
+
+def _client(url: str) -> httpx.Client:
+    if client.is_socket(url):
+        return httpx.Client(base_url=client.SOCKET_URL, transport=httpx.HTTPTransport(uds=url))
+    return httpx.Client(base_url=url, trust_env=False)
 
 
 def _first(http: httpx.Client, model: str) -> str:
@@ -83,7 +90,7 @@ def _started(model: str, options: Sequence[str]) -> Iterator[httpx.Client]:
                 if not line:
                     raise ChatError("".join(output).strip())
                 threading.Thread(target=lambda: all(iter(log.readline, b"")), daemon=True).start()  # keep it empty
-                with httpx.Client(base_url="http://router", transport=httpx.HTTPTransport(uds=socket)) as http:
+                with _client(socket) as http:
                     yield http
             finally:
                 process.terminate()

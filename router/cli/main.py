@@ -180,7 +180,7 @@ def download_command(ctx: click.Context, /, models: tuple[str, ...], **params: A
 def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
     address = click.option(
         "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
-        help="Address of the router; or ROUTER_URL.",
+        help="Address of the router, or the path of its socket; or ROUTER_URL.",
     )  # fmt: skip
     return address(
         click.option(

@@ -2,8 +2,10 @@
 
 import contextlib
 import http.server
+import socketserver
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,14 @@ from router.cli.client import RouterUnreachable, get, models, processes
 from router.cli.main import main
 
 
+class SocketServer(socketserver.UnixStreamServer):
+    def get_request(self) -> tuple[Any, Any]:
+        return super().get_request()[0], ("client", 0)  # a handler of HTTP takes its host
+
+
 @contextlib.contextmanager
-def answering(text: str) -> Iterator[str]:
-    """The URL of a server whose response to every request is `text`."""
+def answering(text: str, socket: str = "") -> Iterator[str]:
+    """The URL of a server whose response to every request is `text`, or the path `socket` where it listens."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -25,11 +32,12 @@ def answering(text: str) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+    tcp = http.server.HTTPServer
+    with SocketServer(socket, Handler) if socket else tcp(("127.0.0.1", 0), Handler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield socket or f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         finally:
             server.shutdown()
             serving.join()
@@ -112,3 +120,12 @@ def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("no_proxy", raising=False)
     with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}') as url:
         assert [each["id"] for each in models(url)] == ["x"]
+
+
+def test_a_router_is_asked_through_its_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "router.sock")
+    assert main(["ps", "--url", path]) == 3
+    assert f"no router answers at {path} ([Errno 2] No such file or directory)" in capsys.readouterr().err
+    with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}', path):
+        assert main(["ps", "--url", path, "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("x ")
