@@ -55,7 +55,7 @@ def load_catalogue(
     if settings.models_dir:
         found, notes, fault = _models_dir(settings.models_dir)
         warnings += notes
-        problems += [Problem(settings.models_dir, 0, "", "models-dir", fault)] if fault else []
+        problems += [Problem("--models-dir", 0, "", "", f"{settings.models_dir}: {fault}")] if fault else []
     if settings.lists_cache:
         found += _cache(settings.hub_cache or hub_cache(environ))
     found += further.found
@@ -130,9 +130,9 @@ def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """Return the keys of flags and key files, read anew. Raises ConfigError."""
     texts: list[str] = []
     problems: list[str] = []
-    for file in (settings.api_key_file, settings.admin_key_file):
+    for option, file in (("--api-key-file", settings.api_key_file), ("--admin-key-file", settings.admin_key_file)):
         text, fault = _secret_text(Path(file)) if file else ("", "")
-        problems += [f"{file}: {fault}"] if fault else []
+        problems += [f"{option}: {file}: {fault}"] if fault else []
         texts.append(text)
     if problems:
         raise ConfigError(problems)
@@ -238,7 +238,8 @@ def _text(path: Path) -> tuple[str, str]:
 
 def _secret_text(path: Path) -> tuple[str, str]:
     with contextlib.suppress(OSError):  # which reading the text reports
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        mode = path.stat().st_mode
+        if stat.S_IMODE(mode) & 0o077 and not stat.S_ISDIR(mode):
             return "", f"other users may read it; chmod 600 {path}"
     return _text(path)
 

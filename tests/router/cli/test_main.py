@@ -46,14 +46,18 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--models-preset", "missing.ini"], "missing.ini: no such file or directory\n"),
         (["--models-preset", "missing.ini", "serve"], "missing.ini: no such file or directory\n"),
         (["--port", "x"], '--port: "x" is not a whole number from 0 to 65535\n'),
-        (["--api-key-file", "/gone"], "/gone: no such file or directory\n"),
+        (["--api-key-file", "/gone"], "--api-key-file: /gone: no such file or directory\n"),
+        (["--admin-key-file", "/usr"], "--admin-key-file: /usr: is a directory\n"),
         (["-np", "0"], '--np: "0" is not a whole number from 1 to 4096, nor -1, nor auto\n'),
         (["-m", "x.gguf"], "--model: [x.gguf] GGUF needs the llama-server engine, which this version does not offer;"),
         (["nobody"], '--model: [nobody] "nobody" is neither a folder ('),
         (["--demo", "a/b"], "--demo: models are named as well, and the demo models are not served beside others"),
         (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
         (["--models-preset", "/"], "/: is a folder; give it as --models-dir, or name an INI file\n"),
-        (["--models-dir", "/dev/null"], "/dev/null: is a file; give it as --models-preset, or name a folder"),
+        (
+            ["--models-dir", "/dev/null"],
+            "--models-dir: /dev/null: is a file; give it as --models-preset, or name a folder",
+        ),
         (["--strict-presets", "--numa", "x"], "--numa: has no meaning here; remove it\n"),
     ],
 )
@@ -122,7 +126,7 @@ def test_an_unsafe_key_file_stops_the_start(capsys: pytest.CaptureFixture[str], 
     path.write_text("secret")
     path.chmod(0o644)
     code, _, err = run(capsys, "--api-key-file", str(path))
-    assert (code, err) == (2, f"{path}: other users may read it; chmod 600 {path}\n")
+    assert (code, err) == (2, f"--api-key-file: {path}: other users may read it; chmod 600 {path}\n")
 
 
 def test_variables_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +204,9 @@ def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.Captu
 
 
 def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    whole, short, lacking, torn = (write(tmp_path / name) for name in ("whole", "short", "lacking", "torn"))
+    names = ("whole", "short", "lacking", "torn", "mute")
+    whole, short, lacking, torn, mute = (write(tmp_path / name) for name in names)
+    (mute / "tokenizer_config.json").unlink()
     weights = short / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     (lacking / "model.safetensors").rename(lacking / "part-2.safetensors")

@@ -169,7 +169,8 @@ def test_a_huge_file_of_settings_is_not_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_missing_models_folder_is_a_fault(tmp_path: Path) -> None:
-    assert lines(read(models_dir=str(tmp_path / "gone")))[0] == [f"{tmp_path}/gone: no such file or directory"]
+    expected = f"--models-dir: {tmp_path}/gone: no such file or directory"
+    assert lines(read(models_dir=str(tmp_path / "gone")))[0] == [expected]
 
 
 def test_the_folder_wins_over_the_cache_and_a_section_configures_either(tmp_path: Path) -> None:
@@ -304,8 +305,9 @@ def test_keys_come_from_files_that_only_their_owner_may_read(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         read_keys(found)
     assert caught.value.problems == [
-        f"{user}: other users may read it; chmod 600 {user}", f"{admin}: no such file or directory",
-    ]  # fmt: skip
+        f"--api-key-file: {user}: other users may read it; chmod 600 {user}",
+        f"--admin-key-file: {admin}: no such file or directory",
+    ]
 
 
 def test_an_unreadable_folder_is_passed_over(tmp_path: Path) -> None:
