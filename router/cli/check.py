@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -18,12 +19,14 @@ from router.memory.checkpoint_facts import UnknownCheckpoint
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
+from worker.protocol.snapshot_files import is_of_tokenizer
 
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
-    this machine damaged or missing files, pickled weights, members of `config-override`, and RoPE keys that its
-    config.json does not allow. A download completes a snapshot of the hub, so only its pickled weights are checked.
+    this machine damaged or missing files (also a tokenizer), pickled weights, members of `config-override`, and RoPE
+    keys that its config.json does not allow. Of a snapshot of the hub, which a download completes, only pickled weights
+    are checked.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -37,6 +40,9 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
         try:
             if preset.path:
                 checkpoint.read(Path(folder), needs_weights=preset.load_format != "dummy")
+                if not preset.tokenizer and not any(map(is_of_tokenizer, os.listdir(folder))):
+                    message = f"{folder} has no file of a tokenizer, such as tokenizer.json; write tokenizer = FOLDER"
+                    yield _problem(preset, "model", message)
             elif checkpoint.has_only_pickles(folder):
                 checkpoint.check_pickles(Path(folder))
         except UnknownCheckpoint as error:

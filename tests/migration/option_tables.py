@@ -96,6 +96,7 @@ def build_world(folder: Path) -> None:
     }  # fmt: skip
     for name, text in {
         "tiny/config.json": json.dumps(config),
+        "tiny/tokenizer_config.json": "{}",
         "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8}',
         "adapter/adapter_model.safetensors": "",
         "template.jinja": "{{ messages }}",

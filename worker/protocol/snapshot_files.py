@@ -34,6 +34,12 @@ def shard_names(index: bytes) -> list[str]:
     return names
 
 
+def is_of_tokenizer(name: str) -> bool:
+    """True if a file may belong to a tokenizer, by its name."""
+    parts = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model")
+    return any(part in name.lower() for part in parts)
+
+
 def is_below(name: str) -> bool:
     """True if a path from a model's files or from a hub stays below the model's folder."""
     return name.isprintable() and not name.startswith("/") and ".." not in name.split("/")

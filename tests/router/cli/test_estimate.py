@@ -42,6 +42,7 @@ def write(folder: Path, *, shards: int = 1, padding: int = 0, **config: Any) -> 
     """A snapshot with real headers; `padding`: bytes of metadata that make each header longer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (folder / "tokenizer_config.json").write_text("{}")
     numbers = range(shards)
     names = [
         f"model-{number:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors" for number in numbers
@@ -386,7 +387,8 @@ def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: FakeHub,
     (folder / "model.safetensors").write_bytes((folder / "model-00000-of-00002.safetensors").read_bytes())
     spare = tmp_path / "spare"
     hub_headers.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.url})
-    assert sorted(file.name for file in spare.iterdir()) == ["config.json", "model.safetensors"]
+    taken = ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert sorted(file.name for file in spare.iterdir()) == taken
 
 
 @pytest.mark.parametrize(

@@ -214,12 +214,15 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
         '{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
     )
     (torn / "config.json").write_text('{"model_type": ')
-    path = preset(tmp_path, "".join(f"[{folder.name}]\nmodel = {folder}\n" for folder in (whole, short, lacking, torn)))
+    folders = (whole, short, lacking, torn, mute)
+    sections = "".join(f"[{folder.name}]\nmodel = {folder}\n" for folder in folders)
+    path = preset(tmp_path, f"{sections}[other]\nmodel = {mute}\ntokenizer = {whole}\n")
     code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()[-1]) == (1, "3 faults")
-    faults = out.splitlines()[:-1]
+    assert (code, out.splitlines()[-1]) == (1, "4 faults")
+    *faults, last = out.splitlines()[:-1]
     assert [fault.split("]")[0] for fault in faults] == [f"{path}:4: [short", f"{path}:6: [lacking", f"{path}:8: [torn"]
     assert all("fetch" in fault for fault in faults)
+    assert last.startswith(f"{path}:10: [mute] {mute} has no file of a tokenizer")
 
 
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"

@@ -23,6 +23,7 @@ from worker.protocol import model_config
 from worker.protocol.architectures import GENERATES, VISION
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
+from worker.protocol.snapshot_files import is_of_tokenizer
 
 
 def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
@@ -36,7 +37,7 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
         if cuda_errors.is_exhausted(error):
             raise
         why = f"{type(error).__name__}: {cuda_errors.one_line(error)}"
-        if not any(_is_vocabulary(file.name) for file in folder.glob("*")):
+        if not any(is_of_tokenizer(file.name) for file in folder.glob("*")):
             why = (
                 "none of its files, such as tokenizer.json or tokenizer.model, is there; fetch the snapshot again, or"
                 " name the folder of another one: tokenizer = FOLDER"
@@ -45,12 +46,6 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
     if not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(Path(options.snapshot))
     return tokenizer
-
-
-def _is_vocabulary(name: str) -> bool:
-    """True if a file may belong to a tokenizer, by its name."""
-    parts = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model")
-    return any(part in name.lower() for part in parts)
 
 
 def _processor_template(folder: Path) -> str | None:
