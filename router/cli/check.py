@@ -15,7 +15,7 @@ from router.config.option_types import nearest
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import UnknownCheckpoint
+from router.memory.checkpoint_facts import ContextTooLarge, UnknownArchitecture, UnknownCheckpoint, effective_ctx
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
@@ -24,9 +24,9 @@ from worker.protocol.snapshot_files import is_of_tokenizer
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
-    this machine damaged or missing files (also a tokenizer), pickled weights, members of `config-override`, and RoPE
-    keys that its config.json does not allow. Of a snapshot of the hub, which a download completes, only pickled weights
-    are checked.
+    this machine damaged or missing files (also a tokenizer), pickled weights, `ctx-size` above the model's maximum,
+    members of `config-override`, and RoPE keys that its config.json does not allow. Of a snapshot of the hub, which a
+    download completes, only pickled weights are checked.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -39,12 +39,16 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
             continue
         try:
             if preset.path:
-                checkpoint.read(Path(folder), needs_weights=preset.load_format != "dummy")
+                facts = checkpoint.read(Path(folder), needs_weights=preset.load_format != "dummy")
+                if not (preset.config_override or preset.rope):  # which change the model's maximum
+                    effective_ctx(facts, preset)
                 if not preset.tokenizer and not any(map(is_of_tokenizer, os.listdir(folder))):
                     message = f"{folder} has no file of a tokenizer, such as tokenizer.json; write tokenizer = FOLDER"
                     yield _problem(preset, "model", message)
             elif checkpoint.has_only_pickles(folder):
                 checkpoint.check_pickles(Path(folder))
+        except (ContextTooLarge, UnknownArchitecture) as error:
+            yield _problem(preset, "ctx-size", error.message.removeprefix(f"{preset.id}: "))
         except UnknownCheckpoint as error:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
         if (preset.config_override or preset.rope) and (stored := checkpoint.json_object(Path(folder) / "config.json")):

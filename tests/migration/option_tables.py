@@ -92,7 +92,7 @@ def build_world(folder: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
-        "max_position_embeddings": 2048, "torch_dtype": "float32",
+        "max_position_embeddings": 8192, "torch_dtype": "float32",
     }  # fmt: skip
     for name, text in {
         "tiny/config.json": json.dumps(config),

@@ -216,13 +216,19 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
     (torn / "config.json").write_text('{"model_type": ')
     folders = (whole, short, lacking, torn, mute)
     sections = "".join(f"[{folder.name}]\nmodel = {folder}\n" for folder in folders)
-    path = preset(tmp_path, f"{sections}[other]\nmodel = {mute}\ntokenizer = {whole}\n")
+    path = preset(
+        tmp_path,
+        f"{sections}[other]\nmodel = {mute}\ntokenizer = {whole}\n"
+        f"[long]\nmodel = {whole}\nctx-size = 4097\n"
+        f"[longer]\nmodel = {whole}\nctx-size = 4097\nrope-scaling = linear\nrope-scale = 2\n",
+    )
     code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()[-1]) == (1, "4 faults")
-    *faults, last = out.splitlines()[:-1]
+    assert (code, out.splitlines()[-1]) == (1, "5 faults")
+    *faults, last, long = out.splitlines()[:-1]
     assert [fault.split("]")[0] for fault in faults] == [f"{path}:4: [short", f"{path}:6: [lacking", f"{path}:8: [torn"]
     assert all("fetch" in fault for fault in faults)
     assert last.startswith(f"{path}:10: [mute] {mute} has no file of a tokenizer")
+    assert long.startswith(f"{path}:16: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
 
 
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
