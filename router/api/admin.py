@@ -91,6 +91,8 @@ async def pin(call: ApiCall) -> ApiResult:
     """POST /router/pin: pin or unpin a model until this router exits. Raises ModelNotFound, BadRequest."""
     body = await call.body()
     name, pinned = model_name(body), body.get("pinned", True)
+    if "pin" in body:  # the name of the preset key; ignored as an unknown field, {"pin": false} would pin
+        raise BadRequest("pin is not a field of this request; write pinned: true or false", param="pin")
     if not isinstance(pinned, bool):
         raise BadRequest("pinned must be true or false", param="pinned")
     id = call.registry.model(call.key, name).id

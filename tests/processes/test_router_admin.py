@@ -40,7 +40,8 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(one: Router,
     assert (await client.post("/v1/chat/completions", json=chat("c"))).status_code == 200
     assert error_of(await client.post("/router/pin", json={"model": "x"})) == (404, "model_not_found")
     assert error_of(await client.post("/router/pin", json={})) == (400, "model_missing")
-    assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
+    for wrong in ({"pinned": 1}, {"pin": False}):
+        assert error_of(await client.post("/router/pin", json={"model": "a", **wrong})) == (400, "invalid_value")
 
 
 async def test_what_was_learned_of_a_models_memory_can_be_dropped(one: Router, tmp_path: Path) -> None:
