@@ -345,10 +345,11 @@ def _load_answer(
     fields: BodyFields, model: ServedModel, chat_body: Json, keep_alive: float | None, empty: Json, *, waited: float
 ) -> JsonAnswer:
     """Return the answer to a request that only loads or unloads the model."""
-    model.require("completion")
+    reason = "unload" if keep_alive == 0 else "load"
+    if reason == "load":  # `ollama stop` unloads embedders with the same call
+        model.require("completion")
     _logprobs(fields)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    reason = "unload" if keep_alive == 0 else "load"
     head = {"model": chat_body["model"], "created_at": timestamp()}
     answer = {**head, **empty, "done_reason": reason, "done": True}
     # Ollama's answer is never a stream, and Open WebUI accepts no other. But the router may have begun one in a load.

@@ -7,8 +7,8 @@ import pytest
 
 from tests import tiny
 from tests.worker.clients import ollama_client
-from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import bare_tokenizer, serving
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from tests.worker.serving import bare_tokenizer, serving, tokenizer
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import WAITED_HEADER
@@ -275,6 +275,15 @@ async def test_an_empty_request_only_loads_or_unloads() -> None:
         answer = await client.chat("m", keep_alive=0)
         assert (answer.done, answer.done_reason, answer.message.content) == (True, "unload", "")
         assert world.engine.requests == []
+
+
+async def test_an_empty_request_unloads_a_model_that_generates_no_text() -> None:
+    engine = FakeEngine(tokenizer(), capabilities=["embedding"])
+    async with serving(engine) as world, ollama_client(world) as client:
+        assert (await client.generate("m", keep_alive=0)).done_reason == "unload"
+        assert world.events[-1].keep_alive == 0
+        with pytest.raises(ollama.ResponseError, match="does not generate text"):
+            await client.generate("m")
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
