@@ -1,6 +1,7 @@
 """Chats: validation of a request's messages, and rendering with the model's chat template."""
 
 import inspect
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,6 +102,11 @@ class ChatTemplate:
             and self.exists
             and self._renders([{"type": "image"}, {"type": "text", "text": _PROBE}], placeholder)
         )
+        # The template writes the arguments of past tool calls as text (DeepSeek-V3 and R1, Phi-4-mini): an object fails
+        # there, or is written as Python would print it.
+        self.takes_arguments_as_text = (
+            self.exists and not self._renders_call({_PROBE: 1}) and self._renders_call(f'{{"{_PROBE}": 1}}')
+        )
 
     @property
     def source(self) -> str:
@@ -189,8 +195,20 @@ class ChatTemplate:
             return False
         return all(word in prompt for word in (_PROBE, *further)) and not _STRUCTURE.search(prompt)
 
+    def _renders_call(self, arguments: Json | str) -> bool:
+        """Check that a past tool call with these arguments appears in the prompt, and not as Python prints it."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            prompt = self._apply(messages)
+        except (*_TEMPLATE_ERRORS, RecursionError):
+            return False
+        return _PROBE in prompt and f"'{_PROBE}'" not in prompt
+
     def _render_user(self, content: Any) -> str:
-        messages = [{"role": "user", "content": content}]
+        return self._apply([{"role": "user", "content": content}])
+
+    def _apply(self, messages: list[Any]) -> str:
         return str(
             self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False, **self._variables)
         )
@@ -301,7 +319,9 @@ def _parts(message: Json) -> list[str | EncodedImage]:
 
 
 def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplate, no_vision: str) -> Json:
-    """Normalize a message for templates: content is a string, or texts and images; tool-call arguments are objects."""
+    """Normalize a message for templates: content is a string, or texts and images; tool-call arguments are objects, or
+    text for a template that takes text.
+    """
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     role = message.get("role")
@@ -316,7 +336,7 @@ def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplat
     if role != "user":
         no_vision = no_vision or USER_IMAGES_ONLY
     plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"), fields, no_vision)}
-    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
+    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls"), template) if role == "assistant" else []
     if calls:
         plain["tool_calls"] = calls
     plain |= _texts(where, message, ("name", "tool_call_id", "reasoning_content"))
@@ -421,23 +441,25 @@ def read_image_url(where: str, url: Any, detail: Any, fields: BodyFields) -> Enc
     return from_url(where, url)
 
 
-def _tool_calls(where: str, calls: Any) -> list[Json]:
+def _tool_calls(where: str, calls: Any, template: ChatTemplate) -> list[Json]:
     if calls is None:
         return []
     if not isinstance(calls, list):
         raise InvalidValue(f"{where} must be an array", param=where)
-    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+    return [_tool_call(f"{where}[{index}]", call, template) for index, call in enumerate(calls)]
 
 
-def _tool_call(where: str, call: Any) -> Json:
+def _tool_call(where: str, call: Any, template: ChatTemplate) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidValue(f"{where}.function must be an object with a name", param=where)
     arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = _to_object(arguments)
-    elif not isinstance(arguments, dict):
+    if not isinstance(arguments, (str, dict)):
         raise InvalidValue(f"{where}.function.arguments must be a string", param=where)
+    if template.takes_arguments_as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        arguments = _to_object(arguments)
     known: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **known} if isinstance(call.get("id"), str) else known
 

@@ -159,6 +159,15 @@ def test_arguments_of_past_tool_calls_reach_the_template_as_objects() -> None:
     assert prompt(body, template(text)) == "42"
 
 
+@pytest.mark.parametrize("written", ["'' + c.function.arguments", "c.function.arguments"], ids=["joined", "printed"])
+def test_arguments_of_past_calls_are_text_for_a_template_that_takes_text(written: str) -> None:
+    made = template(CALLS.replace("(SHOWN)", "{{ " + written + " }}"))
+    for arguments in ('{"x": "é"}', {"x": "é"}):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        body = said(USER, {"role": "assistant", "content": None, "tool_calls": [call]})
+        assert prompt(body, made) == '{"x": "é"}'
+
+
 def test_invalid_arguments_of_past_calls_stay_strings() -> None:
     text = CALLS.replace("(SHOWN)", "{{ c.function.arguments }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 4'}}
