@@ -107,6 +107,23 @@ _QWEN_XML = _family(
         "transform": _function("{name}", "{content}"),
     },
 )
+_GLM = _family(
+    "glm",
+    {
+        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<{]+)",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        },
+        "transform": _function("{name}", "{content}"),
+    },
+)
+_GRANITE = _family(
+    "granite",
+    {"open": "<|tool_call|>", "transform": _function("{name}", "{arguments}"), "transform_each": True},
+    CallSyntax(begin="<|tool_call|>[", between=", ", end="]"),
+)
 _MISTRAL = _family(
     "mistral",
     {"open": "[TOOL_CALLS]", "transform": _function("{name}", "{arguments}"), "transform_each": True},
@@ -179,7 +196,9 @@ _HARMONY = ChatFormat(
 )
 _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<function=", "<tool_call>"), _QWEN_XML),
+    (("<tool_call>", "<arg_key>"), _GLM),
     (("<tool_call>", "</tool_call>", "arguments"), _HERMES),
+    (("<|tool_call|>",), _GRANITE),
     (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_ARGS),
     (("[TOOL_CALLS]",), _MISTRAL),
     ((_token("tool call begin"),), _DEEPSEEK),

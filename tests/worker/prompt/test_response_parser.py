@@ -16,6 +16,8 @@ from worker.prompt.response_parser import AnswerParser, AnswerPart, ParseOptions
 SIGNS = {
     "hermes": "<tool_call></tool_call> arguments",
     "qwen-xml": "<tool_call><function=",
+    "glm": "<tool_call></tool_call> arguments <arg_key>",
+    "granite": "<|tool_call|>",
     "mistral": "[TOOL_CALLS]",
     "mistral-args": "[TOOL_CALLS][ARGS]",
     "llama": '"parameters" ipython',
@@ -84,6 +86,21 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "I will.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
         "</function>\n</tool_call>",
         ("", "I will.", [ADD]),
+    ),
+    (
+        "glm",
+        "Now.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>say<arg_key>text</arg_key><arg_value>hé </x> {</arg_value>"
+        "</tool_call>",
+        ("", "Now.", [ADD, SAY]),
+    ),
+    ("glm", "<tool_call>add\n</tool_call>", ("", "", [("add", {})])),
+    ("glm", '<tool_call>{"name": "add"}</tool_call>', ("", '<tool_call>{"name": "add"}</tool_call>', [])),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": 2}},\n'
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}]',
+        ("", "", [ADD, SAY]),
     ),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]', ("", "", [ADD])),
     (
