@@ -102,6 +102,19 @@ def test_prompts_asked_in_turn_are_all_found_as_long_as_the_pool_has_room_for_th
                 assert prompt.cached == (turn and 500 // B * B)
 
 
+def test_prompts_asked_in_turn_are_found_in_a_pool_that_is_small_for_its_rows() -> None:
+    """Twelve prompts whose answers may fill the context, in 1,024 tokens for eight rows."""
+    blocks = BlockAllocator(8, pool_blocks(8, 1024, kv_tokens=1024))
+    runs = []
+    for turn in range(2):
+        for id in range(12):
+            prompt = sequence(id, [id] * 70, limit=900)
+            held = ran(blocks, prompt)
+            assert prompt.cached == (turn and 70 // B * B)
+            runs.append(1 + sum(block + 1 != after for block, after in itertools.pairwise(held)))
+    assert max(runs) <= 2
+
+
 @pytest.mark.parametrize(("rest", "reuses"), [({}, True), ({"prompt_logprobs": True}, False)])
 def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_computed_it(
     rest: dict[str, object], reuses: bool

@@ -195,6 +195,8 @@ class BlockAllocator(RowAllocator):
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._empty = FreeRuns(count)
         self._region_size = region_blocks(rows, count)
+        # In a small pool, SHORT_RUN is a whole region, and what a cached prompt leaves of its region would never do.
+        self._short_run = max(1, min(SHORT_RUN, self._region_size // 4))
         self._suspect: set[int] = set()  # blocks that may contain NaN
         self._corrupt: list[int] = []  # those of them that became empty and must be overwritten
         # Id and length of the last sequence looked up, with its block keys: a waiting one is looked up in every step.
@@ -428,9 +430,9 @@ class BlockAllocator(RowAllocator):
         evicts at most twice as much as the longest run that it could fill.
         """
         needed = max(target - held, 1)
-        wanted = max(needed, min(most - held, max(SHORT_RUN, held // 2)))
+        wanted = max(needed, min(most - held, max(self._short_run, held // 2)))
         longest = self._empty.longest()
-        if longest < min(wanted, max(SHORT_RUN, needed // 4)):
+        if longest < min(wanted, max(self._short_run, needed // 4)):
             for _ in range(min(2 * wanted, len(self._cached))):
                 if longest >= wanted:
                     break
