@@ -79,6 +79,10 @@ _PLAINER = {
 }
 # A counted repetition, in regular expressions (also those of a schema), GBNF and Lark.
 _COUNTED = re.compile(r"[{~]\s*\d")
+_GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+# A literal, a class, a comment or a name of a grammar in GBNF; and an escape in a literal or class.
+_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)
+_CODE_POINT = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _CONVERTED = "Failed to convert the grammar from GBNF to Lark: "
 
 
@@ -517,8 +521,31 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
-        case "choice" | "gbnf":
-            return grammar_from(grammar.kind, grammar.text)
+        case "gbnf":
+            is_gbnf = _GBNF_ROOT.search(grammar.text)  # the fields for it also take Lark, as in vLLM
+            return grammar_from("gbnf", _GBNF_PART.sub(_plain_gbnf, grammar.text) if is_gbnf else grammar.text)
+        case "choice":
+            return grammar_from("choice", grammar.text)
+
+
+def _plain_gbnf(part: re.Match[str]) -> str:
+    """A part of a grammar in GBNF, without what llguidance 1.9 misreads.
+
+    It drops the zeros of \\u00e9, takes && and ~~ in a class for operators, and a rule named start for Lark.
+    """
+    text = part[0]
+    if text[0] in '"[':
+        text = _CODE_POINT.sub(_code_point, text)
+    if text[0] == "[":
+        return text.replace("&", r"\x26").replace("~", r"\x7e")
+    return "start-rule" if text == "start" else text
+
+
+def _code_point(escape: re.Match[str]) -> str:
+    number = int(escape[1] or escape[2] or "-1", 16)
+    if number < 0 or number > 0x10FFFF or 0xD800 <= number < 0xE000:
+        return escape[0]
+    return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
 def _after(preamble: str, source: str) -> str:
