@@ -1,5 +1,6 @@
 """Chats: validation of a request's messages, and rendering with the model's chat template."""
 
+import hashlib
 import inspect
 import json
 import logging
@@ -102,11 +103,12 @@ class ChatTemplate:
             and self.exists
             and self._renders([{"type": "image"}, {"type": "text", "text": _PROBE}], placeholder)
         )
+        takes_objects = self.exists and self._renders_call({_PROBE: 1})
         # The template writes the arguments of past tool calls as text (DeepSeek-V3 and R1, Phi-4-mini): an object fails
         # there, or is written as Python would print it.
-        self.takes_arguments_as_text = (
-            self.exists and not self._renders_call({_PROBE: 1}) and self._renders_call(f'{{"{_PROBE}": 1}}')
-        )
+        self.takes_arguments_as_text = self.exists and not takes_objects and self._renders_call(f'{{"{_PROBE}": 1}}')
+        # The template rejects ids of tool calls that have not nine characters (Mistral), as the ones of our answers.
+        self._takes_short_ids = takes_objects and not self._renders_call({_PROBE: 1}, id=f"call_{0:024}")
 
     @property
     def source(self) -> str:
@@ -176,6 +178,8 @@ class ChatTemplate:
 
     def _to_template_message(self, message: Json) -> Json:
         """Return the message as the template takes it, with a string or typed parts as content."""
+        if self._takes_short_ids:
+            message = _with_short_ids(message)
         parts = _parts(message)
         if self._takes_parts or (self._places_images and any(isinstance(part, EncodedImage) for part in parts)):
             typed_parts = [
@@ -195,9 +199,9 @@ class ChatTemplate:
             return False
         return all(word in prompt for word in (_PROBE, *further)) and not _STRUCTURE.search(prompt)
 
-    def _renders_call(self, arguments: Json | str) -> bool:
+    def _renders_call(self, arguments: Json | str, *, id: str = "abcdefghi") -> bool:
         """Check that a past tool call with these arguments appears in the prompt, and not as Python prints it."""
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             prompt = self._apply(messages)
@@ -347,6 +351,20 @@ def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplat
             raise InvalidValue(f"{where}.content is missing", param=f"{where}.content")
         plain["content"] = ""  # templates that concatenate contents fail on null
     return plain
+
+
+def _with_short_ids(message: Json) -> Json:
+    """Return a message from `read` with ids of nine letters and digits. A call and its result keep a common id."""
+    message = dict(message)
+    if "tool_calls" in message:
+        message["tool_calls"] = [{**call, "id": _short_id(call.get("id", ""))} for call in message["tool_calls"]]
+    if message["role"] == "tool":
+        message["tool_call_id"] = _short_id(message.get("tool_call_id", ""))
+    return message
+
+
+def _short_id(id: str) -> str:
+    return id if len(id) == 9 and id.isalnum() else hashlib.blake2b(id.encode()).hexdigest()[:9]
 
 
 def join_content(parts: Sequence[str | EncodedImage]) -> str | list[Any]:

@@ -168,6 +168,32 @@ def test_arguments_of_past_calls_are_text_for_a_template_that_takes_text(written
         assert prompt(body, made) == '{"x": "é"}'
 
 
+def test_ids_of_calls_have_nine_characters_for_a_template_that_demands_them() -> None:
+    made = template(
+        "{% for m in messages %}{% for id in [m.tool_call_id] if m.role == 'tool' %}{{ '=' ~ id }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id|length != 9 %}"
+        "{{ raise_exception('9!') }}{% endif %}{{ c.id ~ c.function.arguments|tojson }}{% endfor %}{% endfor %}"
+    )
+
+    def asked(id: str) -> str:
+        call = {"id": id, "type": "function", "function": {"name": "f", "arguments": ""}}
+        answer = {"role": "tool", "tool_call_id": id, "content": ""}
+        return prompt(said(USER, {"role": "assistant", "tool_calls": [call]}, answer), made)
+
+    assert asked("Abcdefgh1") == "Abcdefgh1{}=Abcdefgh1", "an id of nine stays"
+    first, second = asked("call_aaaaaaaaa"), asked("call_baaaaaaaaa")
+    assert first != second
+    for text in (first, second):
+        before, after = text.split("{}=")
+        assert before == after
+        assert len(before) == 9
+    plain = prompt(
+        said(USER, {"role": "tool", "tool_call_id": "long-id-here", "content": "x"}),
+        template("{{ messages[1].tool_call_id }}"),
+    )
+    assert plain == "long-id-here"
+
+
 def test_invalid_arguments_of_past_calls_stay_strings() -> None:
     text = CALLS.replace("(SHOWN)", "{{ c.function.arguments }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 4'}}
