@@ -48,7 +48,12 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
         repeats = isinstance(word, PresetKey) and isinstance(word.kind, Names | Strings)
-        yield parameter, name, click.Option([*names, parameter], is_flag=is_flag, default=None, hidden=True,
+        facts: dict[str, Any] = {"is_flag": is_flag}
+        # A flag of vLLM (--enable-lora), and of llama-server until it took a word (-fa): `on` where the next word is an
+        # option or none.
+        if not is_flag and isinstance(word, PresetKey) and isinstance(word.kind, OneOf) and word.kind.is_switch:
+            facts["flag_value"] = "on"
+        yield parameter, name, click.Option([*names, parameter], **facts, default=None, hidden=True,
                                             multiple=name == "env" or (repeats and not is_flag))  # fmt: skip
 
 

@@ -202,7 +202,7 @@ cache-idle-slots lora-init-without-apply skip-chat-parsing reuse-port webui ui-m
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
 enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading fully-sharded-loras disable-flash-attn
-disable-log-stats disable-log-requests enable-auto-tool-choice
+disable-log-stats disable-log-requests enable-auto-tool-choice enable-expert-parallel async-scheduling
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
@@ -231,7 +231,7 @@ log-request-metric metrics-aggregation modelName model-name-prefix max-output-si
 waiting-steps record-octopus block-size guided-decoding-backend opts fail-fast wait-model-loading
 number-of-netty-threads allow-multi-status cors-allowed-methods cors-allowed-headers
 plugin-folder use-native-io io-ratio model-url-pattern lmcache-auto-config lmcache-config-file sessions-path
-sessions-expiration enable-expert-parallel async-scheduling attention-backend cuda-graph-sizes cudagraph-capture-sizes
+sessions-expiration attention-backend cuda-graph-sizes cudagraph-capture-sizes
 max-cudagraph-capture-size prefix-caching-hash-algo max-num-partial-prefills long-prefill-token-threshold
 mamba-ssm-cache-dtype structured-outputs-config reasoning-config chat-template-content-format
 trust-insecure-model-files model-format features s3-cache s3-cache-bucket s3-cache-key-prefix s3-cache-autocreate
