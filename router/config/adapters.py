@@ -1,10 +1,11 @@
 """The LoRA adapters of a preset: those that its keys name, those in its folder of adapters, and their ranks. Pure."""
 
 import json
+from pathlib import PurePosixPath
 from typing import Any
 
 from router.config.option_types import nearest, shown
-from router.config.precedence import DiskReader, Layer, SettingReader
+from router.config.precedence import PROPERTIES, DiskReader, Layer, SettingReader
 from router.config.presets import ADAPTER_NAME, DEFAULT_LORA_RANK, DEFAULTS
 from worker.protocol.argv import AdapterSource
 
@@ -14,8 +15,11 @@ MAX_LORA_RANK = 4096  # the limit of max-lora-rank; a larger number in an adapte
 def resolve_adapters(settings: Layer, fields: dict[str, Any], reader: SettingReader) -> None:
     """Set the fields for the adapters of a model. Those in `lora` take precedence over those in the adapter folder."""
     fail, warn, disk = reader.collector.fail, reader.collector.warn, reader.disk
-    if "adapters_dir" not in fields and fields.get("path") and disk.folders(f"{fields['path']}/adapters"):
-        fields["adapters_dir"] = f"{fields['path']}/adapters"
+    # LMI looks in the folder of a serving.properties as well, which may name a model elsewhere.
+    files = [PurePosixPath(setting.place.file) for setting in settings.values() if setting.rank == PROPERTIES]
+    for place in dict.fromkeys([fields.get("path", ""), *(str(file.parent) for file in files)]):
+        if "adapters_dir" not in fields and place and disk.folders(f"{place}/adapters"):
+            fields["adapters_dir"] = f"{place}/adapters"
     found: dict[str, AdapterSource] = {}
     if folder := fields.get("adapters_dir", ""):
         for name in disk.folders(folder):

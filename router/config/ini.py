@@ -112,7 +112,8 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
                 continue
             entry = Entry(pair[1], value, number, quoted)
             if first_line:
-                entries.append(entry)
+                if _preamble_fault(entry):  # `version = 1` may stand in a section, too, as in llama-server
+                    entries.append(entry)
             else:
                 fault = _preamble_fault(entry)
                 if fault:

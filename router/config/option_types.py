@@ -484,7 +484,7 @@ class JsonObject(Kind):
         return normal
 
 
-_UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "vulkan", "xpu"})
+_UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "sycl", "vulkan", "xpu"})
 
 
 def device_name(text: str) -> str:

@@ -380,7 +380,8 @@ class SettingReader:
         if key.name == "adapters-dir" and value and self.disk.kind(value) not in {"folder", "adapter"}:
             raise ValueError(f"no folder {value}")
         if key.name == "tokenizer" and value and self.disk.kind(value) not in {"folder", "snapshot"}:
-            raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
+            remedy = "download the tokenizer and write its folder, or remove it if it is the model's own"
+            raise ValueError(f"no folder {value}; {remedy}")
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
         return value

@@ -115,22 +115,25 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("bedrock-compat", neutral=_OFF, is_flag=True),
     RefusedOption("async-mode", neutral=f"{_ON} {_OFF}", is_flag=True),  # see `precedence.batches_anyway`
     RefusedOption("enable-stateful-sessions", "clients send the whole conversation", neutral=_OFF, is_flag=True),
-    RefusedOption("data-parallel-size", "write replicas = N", neutral="1"),
+    RefusedOption("data-parallel-size", "write replicas = N", neutral="1", also=("dp",)),
     RefusedOption("kv-cache-memory-bytes", "write kv-tokens"),
     RefusedOption("normalize", neutral=_ON, is_flag=True, means={"off": ("embd-normalize", "-1")}),
     RefusedOption("mpi-mode", "the router starts its own processes", neutral=f"{_ON} {_OFF}"),
     RefusedOption("entry-point", "the engine's own handler answers; models with handlers of their own are not run",
                   also=("entryPoint", "entrypoint"), env=("DJL_ENTRY_POINT",),
-                  neutral="djl_python.huggingface djl_python.lmi_vllm.vllm_async_service"),
+                  neutral="djl_python.huggingface djl_python.lmi_vllm.vllm_async_service"
+                  " djl_python.lmi_trtllm.trtllm_async_service djl_python.tensorrt_llm"),
     RefusedOption("handler", "models with handlers of their own are not run", neutral="handle"),
     RefusedOption("input-formatter", "requests have the schema of LMI's API"),
-    RefusedOption("translator-factory", "the engine's own handler answers", also=("translatorFactory",)),
+    RefusedOption("translator-factory", "the engine's own handler answers", also=("translatorFactory",),
+                  means={f"ai.djl.huggingface.translator.{name}translatorfactory": ("task", task) for name, task in
+                         (("textembedding", "embed"), ("crossencoder", "rerank"))}),
     RefusedOption("enable-venv", "write python = an interpreter with the packages", neutral=_OFF, is_flag=True),
-    RefusedOption("tokenizer-mode", "the tokenizer is that of transformers", neutral="auto"),
+    RefusedOption("tokenizer-mode", "the tokenizer is that of transformers", neutral="auto hf"),
     RefusedOption("disable-sliding-window", "ctx-size limits the context", neutral=_OFF, is_flag=True),
     RefusedOption("lora-dtype", "adapters have the model's data type", neutral="auto"),
     RefusedOption("long-lora-scaling-factors", "adapters with other positions are not offered"),
-    RefusedOption("cluster-size", "a model runs on one machine", neutral="1"),
+    RefusedOption("cluster-size", "a model runs on one machine", neutral="1", also=("nnodes",)),
     RefusedOption("inference-address", "use --host and --port", also=("management-address",)),
     RefusedOption("max-request-size", "use --max-body-size, in MiB"),
     RefusedOption("keystore", "a proxy in front of the router offers TLS",
@@ -188,6 +191,9 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("logits-processor-pattern", "a request may have logit_bias"),
     RefusedOption("middleware", "a proxy in front of the router may change requests"),
     RefusedOption("root-path", "write --api-prefix"),
+    RefusedOption("runner", "write task = embed, or task = rerank", neutral="auto generate"),
+    RefusedOption("convert", "write task = embed, or task = rerank", neutral="auto none",
+                  means={"embed": ("task", "embed")}),
     RefusedOption("model-impl", "transformers is the only engine", neutral="auto transformers"),
     RefusedOption("response-role", "an answer has the role assistant", neutral="assistant"),
     RefusedOption("scheduling-policy", "priority of a section orders models, and requests are served in their order",
@@ -200,9 +206,10 @@ swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-i
 op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-offload
 cache-idle-slots lora-init-without-apply skip-chat-parsing reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
-cors-credentials spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
+cors-credentials verbose-prompt spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
 enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading fully-sharded-loras disable-flash-attn
 disable-log-stats disable-log-requests enable-auto-tool-choice enable-expert-parallel async-scheduling
+enable-eplb enable-dbo enable-log-requests disable-cascade-attn disable-uvicorn-access-log
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
@@ -214,7 +221,7 @@ image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-
 cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
 mcp-servers-json threads-http cache-reuse media-path slot-prompt-similarity sps log-prompts-dir spec-synth-len
 spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
-spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft ctkd
+cpent ctx-size-draft cd spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft ctkd
 cache-type-k-draft ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld
 gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft spec-draft-ncmoe
 spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict cpu-strict-draft
@@ -235,9 +242,9 @@ sessions-expiration attention-backend cuda-graph-sizes cudagraph-capture-sizes
 max-cudagraph-capture-size prefix-caching-hash-algo max-num-partial-prefills long-prefill-token-threshold
 mamba-ssm-cache-dtype structured-outputs-config reasoning-config chat-template-content-format
 trust-insecure-model-files model-format features s3-cache s3-cache-bucket s3-cache-key-prefix s3-cache-autocreate
-ddb-cache ddb-table-name cache-batch cache-multitenant memory-cache-capacity health-check-override
+ddb-cache ddb-table-name cache-batch cache-multitenant memory-cache-capacity health-check-override paged-attention
 """
-# Options of LMI for TensorRT-LLM, and of DJL for ONNX Runtime and TorchScript.
+# Options of LMI for TensorRT-LLM, DeepSpeed, Neuron and its compiler, and of DJL for ONNX Runtime and TorchScript.
 _OF_OTHER_ENGINES = """
 awq-block-size awq-calib-size awq-format baichuan-model-version batch-scheduler-policy calib-batch-size calib-size
 chatglm-model-version enable-kv-cache-reuse enable-trt-overlap gpt-model-version is-peft-model
@@ -246,7 +253,10 @@ multi-query-mode num-checkpoint-workers num-engine-workers q-format rotary-base 
 rotary-scaling-type smoothquant-alpha smoothquant-per-channel smoothquant-per-token tokens-per-block
 trtllm-checkpoint-path use-fp8-context-fmha use-fused-mlp use-passive-workers backend optimization
 cpuArenaAllocator customOpLibrary disablePerSessionThreads executionMode extraFiles interOpNumThreads intraOpNumThreads
-mapLocation memoryPatternOptimization modeName optLevel ortDevice skops-trusted-types
+mapLocation memoryPatternOptimization modeName optLevel ortDevice skops-trusted-types awq-ignore-layers awq-mm-version
+awq-weight-bit-width awq-zero-point fp8-ignore fp8-scheme max-draft-len use-custom-all-reduce enable-cuda-graph
+attention-layout collectives-layout context-length-estimate enable-mixed-precision-accumulation n-positions
+neuron-optimize-level
 """
 # All other options of FastChat's workers: of LightLLM, SGLang and vLLM, first switches, then options with a value.
 _MEANINGLESS_FLAGS_OF_WORKERS = """
@@ -263,7 +273,9 @@ num-scheduler-steps scheduler-delay-factor speculative-model-quantization specul
 speculative-disable-by-batch-size ngram-prompt-lookup-min spec-decoding-acceptance-method
 typical-acceptance-sampler-posterior-threshold typical-acceptance-sampler-posterior-alpha model-loader-extra-config
 ignore-patterns preemption-mode otlp-traces-endpoint collect-detailed-traces override-neuron-config compilation-config
-kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level
+kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level all2all-backend eplb-config
+kv-events-config profiler-config attention-config moe-backend mm-encoder-tp-mode mm-processor-cache-gb media-io-kwargs
+max-long-partial-prefills safetensors-load-strategy api-server-count reasoning-parser-plugin tool-parser-plugin
 """
 # Samplers of llama-server that the engine does not have, by name, with the values that turn each off.
 _SAMPLERS: Mapping[str, str] = {
@@ -343,6 +355,7 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     MeaninglessOption("path", env=("LLAMA_ARG_STATIC_PATH",)),
     MeaninglessOption("ui", is_flag=True, why="the page of the router is always there", env=("LLAMA_ARG_UI",)),
     MeaninglessOption("checkpoint-min-step", env=("LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",)),
+    MeaninglessOption("checkpoint-every-n-tokens", env=("LLAMA_ARG_CHECKPOINT_EVERY_NT",)),
     MeaninglessOption("mmproj-device", env=("MTMD_BACKEND_DEVICE",)),
     MeaninglessOption("reasoning-budget-message", env=("LLAMA_ARG_THINK_BUDGET_MESSAGE",)),
     MeaninglessOption("spec-draft-type-k", env=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",)),

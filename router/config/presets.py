@@ -64,7 +64,13 @@ SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, 
 GROUPS = (SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS)
 _LOAD_FORMAT = OneOf(
     ("auto", "safetensors", "dummy"),
-    refused={
+    # vLLM's faster readers of the same files, and its word for checkpoints that bitsandbytes quantizes.
+    {"fastsafetensors": "safetensors", "hf": "safetensors", "runai_streamer": "safetensors", "bitsandbytes": "auto"},
+    refused=dict.fromkeys(
+        ("mistral", "runai_streamer_sharded", "sagemaker_fast_model_loader", "sharded_state", "tensorizer"),
+        "the weights must be safetensors in the Hugging Face format; remove it",
+    )
+    | {
         "pt": "pickled weights are converted to safetensors where a model has no others; remove it",
         "npcache": "the weights must be safetensors; remove it",
         "gguf": GGUF,
@@ -76,7 +82,8 @@ _KV_TYPE = OneOf(
         "float32": "f32", "fp32": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
         "q8_0": "int8", "q4_0": "int4",
     },
-    dict.fromkeys(("q4_1", "iq4_nl", "q5_0", "q5_1"), "int4 and int8 are") | {"fp8": "int8 is"},
+    dict.fromkeys(("q4_1", "iq4_nl", "q5_0", "q5_1"), "int4 and int8 are")
+    | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), "int8 is"),
 )  # fmt: skip
 _DTYPE = OneOf(
     ("auto", "float32", "float16", "bfloat16"),
@@ -88,12 +95,22 @@ _DTYPE = OneOf(
 )  # fmt: skip
 _QUANTIZATION = OneOf(
     ("auto", "none", "bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8"),
-    {"bitsandbytes": "bnb-4bit", "bitsandbytes4": "bnb-4bit", "bitsandbytes8": "bnb-8bit"},
-    {"squeezellm": "transformers cannot load it; take a checkpoint quantized with gptq or awq"},
+    {
+        "bitsandbytes": "bnb-4bit",
+        "bitsandbytes4": "bnb-4bit",
+        "bitsandbytes8": "bnb-8bit",
+        "awq_marlin": "awq",
+        "gptq_marlin": "gptq",  # vLLM's kernels for them
+    },
+    dict.fromkeys(
+        ("squeezellm", "smoothquant", "modelopt"),
+        "transformers cannot load it; take a checkpoint quantized with gptq or awq",
+    ),
 )
 _TASKS = {
-    "text-generation": "generate", "text2text-generation": "generate", "text-embedding": "embed",
-    "feature-extraction": "embed", "sentence-similarity": "embed", "text-ranking": "rerank",
+    "text-generation": "generate", "text2text-generation": "generate", "image-text-to-text": "generate",
+    "text-embedding": "embed", "feature-extraction": "embed", "sentence-similarity": "embed", "embedding": "embed",
+    "text-ranking": "rerank", "score": "rerank",
 }  # fmt: skip
 _ATTENTION = OneOf(
     ("auto", "eager", "sdpa"),
@@ -106,7 +123,8 @@ _ATTENTION = OneOf(
 _ENABLE_LORA = OneOf(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = OneOf(
     tuple(ENGINES),
-    {"python": "transformers", "mpi": "transformers", "rust": "transformers"},  # rust: LMI's for embeddings
+    # The last two are LMI's for embeddings.
+    dict.fromkeys(("python", "mpi", "rust", "onnxruntime"), "transformers"),
     dict.fromkeys(
         (
             "vllm",
@@ -115,9 +133,7 @@ _ENGINE = OneOf(
             "exllamav2",
             "deepspeed",
             "fastertransformer",
-            "onnxruntime",
             "pytorch",
-            "rust",
             "tensorrt",
             "tensorrt-llm",
             "tnx",
@@ -278,7 +294,7 @@ class Preset:
             unset="none", own=True, path=True,
             also=("md", "spec-draft-model", "speculative-draft-model", "speculative-model", "hf-repo-draft", "hfd",
                   "hfrd", "spec-draft-hf", "speculative-config"),
-            env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",))
+            env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO", "LLAMA_ARG_HFD_REPO"))
     draft_max: int = key(16, Integer(0, 1 << 10, unit="tokens"), SPECULATION,
             "most tokens that are drafted for a request in one step, where that pays; 0: none",
             also=("spec-draft-n-max", "speculative-length", "num-speculative-tokens", "draft", "draft-n"))
@@ -294,7 +310,7 @@ class Preset:
             NUMERICS, "auto: the checkpoint's; float32 in place of float16 on the CPU", also=("torch-dtype",))
     quantization: str = key("auto", _QUANTIZATION,
             NUMERICS, "auto: the checkpoint's; bnb-8bit, bnb-4bit: quantize linear layers during the load",
-            also=("quantize",), env=("HF_MODEL_QUANTIZE",),
+            also=("quantize", "q"), env=("HF_MODEL_QUANTIZE",),
             switches={"load-in-8bit": ("bnb-8bit", "auto"), "load-in-4bit": ("bnb-4bit", "auto"),
                       "load-8bit": ("bnb-8bit", "auto")})
     attention: str = key("auto", _ATTENTION,
@@ -319,7 +335,7 @@ class Preset:
             also=("sm",))
     pipeline_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
             "number of accelerators that the layers are split over; max: all",
-            also=("pipeline-parallel-degree", "pipeline-parallel-size"), env=("PIPELINE_PARALLEL_DEGREE",))
+            also=("pp", "pipeline-parallel-degree", "pipeline-parallel-size"), env=("PIPELINE_PARALLEL_DEGREE",))
     tensor_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
             "number of accelerators that each matrix is divided among, or of processes on the CPU; max: all"
             " accelerators; a model that cannot be divided is split by layers",
@@ -354,7 +370,7 @@ class Preset:
     default_lora: str = key("", Text("name"), ADAPTERS, "adapter of requests without one", unset="none", own=True,
             live=True, scope=Scope.REQUEST)
     adapters_dir: str = key("", Text("folder"), ADAPTERS, "folder of adapters: each folder in it is one, by its name",
-            unset="adapters/ in the model's folder", own=True, live=True, path=True)
+            unset="adapters/ in the model's folder", own=True, live=True, path=True, also=("adapters",))
     enable_lora: str = key("auto", _ENABLE_LORA,
             ADAPTERS, "reserve memory for adapters; auto: if the model has any when the router reads its files")
     max_loras: int = key(4, Integer(1, 1024), ADAPTERS, "adapters in use at once; memory is reserved for all of them")
@@ -370,7 +386,7 @@ class Preset:
     chat_template_file: str = key("", Text("file"), PROMPT, "the same, read from a file", unset="none", path=True,
             scope=Scope.REQUEST)
     chat_template_kwargs: str = key("", JsonObject(), PROMPT, "arguments of the template", unset="none",
-            env=("LLAMA_CHAT_TEMPLATE_KWARGS",), scope=Scope.REQUEST)
+            also=("default-chat-template-kwargs",), env=("LLAMA_CHAT_TEMPLATE_KWARGS",), scope=Scope.REQUEST)
 
     # Lifecycle
     load_on_startup: bool = key(False, _FLAG, LIFECYCLE, "load when the router starts", live=True, scope=Scope.NAME,
@@ -453,7 +469,7 @@ class Preset:
 # `device`.
 _OTHER_KEYS: tuple[PresetKey, ...] = (
     PresetKey(name="model", kind=Text("folder, org/name or demo:NAME"), group=SOURCE,
-        also=("m", "model-path", "model-id"), env=("HF_MODEL_ID",), own=True,
+        also=("m", "model-path", "model-id", "s3url"), env=("HF_MODEL_ID",), own=True,
         help="folder with config.json and safetensors files, repository of the hub, or built-in model"),
     PresetKey(name="hf-repo", kind=Text("org/name[:revision]"), group=SOURCE, also=("hf", "hfr"), own=True,
         help="repository of the hub"),
@@ -474,7 +490,7 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             env=env, help=help, unset="the model's, then the API's")
         for name, kind, also, env, help in (
             ("temp", Number(0.0, 100.0), ("temperature",), (), "0: greedy"),
-            ("top-k", Integer(0), (), (), "number of most likely tokens to keep; 0: all"),
+            ("top-k", Integer(0, words={"-1": 0}), (), (), "number of most likely tokens to keep; 0: all"),
             ("top-p", Number(0.0, 1.0), (), (), "total probability of the most likely tokens to keep"),
             ("min-p", Number(0.0, 1.0), (), (), "least probability to keep, relative to the most likely token"),
             ("repeat-penalty", Number(0.01, 100.0), ("repetition-penalty",), (), "1: none"),

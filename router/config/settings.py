@@ -129,7 +129,7 @@ class Settings:
     model: tuple[str, ...] = option((), _Models(hint="MODEL"), MODELS,
             "folder or org/name of a model to load at start; repeatable; `router MODEL ...` does the same",
             unset="none", also=("-m", "--model-path", "--model-id"),
-            env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "SERVING_LOAD_MODELS"))
+            env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "OPTION_MODEL", "SERVING_LOAD_MODELS"))
     hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
             env=("LLAMA_ARG_HF_REPO",))
@@ -152,7 +152,7 @@ class Settings:
     strict_presets: bool = option(False, Flag(), MODELS, "treat options without meaning here as errors")
     offline: bool = option(False, Flag(), MODELS, "download nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
     hf_token: str = option("", _Secret(many=False), MODELS, "for downloads only", unset="none", also=("-hft",),
-            env=("HF_TOKEN",))
+            env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
     state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
             unset="the platform's")
     runtime_dir: str = option("", _FOLDER, MODELS, "sockets of the workers", unset="the platform's")
@@ -393,7 +393,8 @@ def is_loopback(host: str) -> bool:
 
 def hub_cache(environ: Mapping[str, str]) -> str:
     """The folder in which the hub library keeps repositories, according to its variables."""
-    if environ.get("HF_HUB_CACHE"):
-        return environ["HF_HUB_CACHE"]
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if environ.get(name):
+            return environ[name]
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
     return f"{environ.get('HF_HOME') or f'{cache}/huggingface'}/hub"

@@ -41,6 +41,11 @@ DOCUMENTED = {
         SERVING_CACHE_BATCH SERVING_CACHE_MULTITENANT SERVING_MEMORY_CACHE_CAPACITY SERVING_HEALTH_CHECK_OVERRIDE
         PREDICT_TIMEOUT MODEL_LOADING_TIMEOUT DJL_ENTRY_POINT DJL_CACHE_DIR VLLM_ATTENTION_BACKEND OPTION_ASYNC_MODE
         OPTION_SPECULATIVE_CONFIG
+
+        s3url adapters kv_cache_dtype runner convert default_chat_template_kwargs paged_attention awq_ignore_layers
+        awq_mm_version awq_weight_bit_width awq_zero_point fp8_ignore fp8_scheme max_draft_len use_custom_all_reduce
+        enable_cuda_graph attention_layout collectives_layout context_length_estimate
+        enable_mixed_precision_accumulation n_positions neuron_optimize_level OPTION_MODEL HUGGING_FACE_HUB_TOKEN
     """,
     # --help of model_worker, multi_model_worker, controller, openai_api_server and the workers of other engines
     # (LightLLM, SGLang, vLLM); cli in the README; variables
@@ -78,7 +83,12 @@ DOCUMENTED = {
         ngram-prompt-lookup-min spec-decoding-acceptance-method typical-acceptance-sampler-posterior-threshold
         typical-acceptance-sampler-posterior-alpha model-loader-extra-config ignore-patterns preemption-mode
         otlp-traces-endpoint collect-detailed-traces override-neuron-config compilation-config
-        kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level
+        kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level all2all-backend eplb-config
+        kv-events-config profiler-config attention-config moe-backend mm-encoder-tp-mode mm-processor-cache-gb
+        media-io-kwargs max-long-partial-prefills safetensors-load-strategy api-server-count
+        reasoning-parser-plugin tool-parser-plugin enable-eplb enable-dbo enable-log-requests
+        disable-cascade-attn disable-uvicorn-access-log enable-lora async-scheduling enable-expert-parallel
+        pipeline-parallel-size data-parallel-size nnodes quantization
 
         PEFT_SHARE_BASE_WEIGHTS FASTCHAT_USE_MODELSCOPE FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION
         FASTCHAT_WORKER_HEART_BEAT_INTERVAL FASTCHAT_WORKER_API_TIMEOUT FASTCHAT_WORKER_API_EMBEDDING_BATCH_SIZE
@@ -130,5 +140,7 @@ DOCUMENTED = {
         gpt-oss-20b-default fim-qwen-7b-default fim-qwen-7b-spec LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT
         LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V LLAMA_ARG_THINK_BUDGET_MESSAGE
         MTMD_BACKEND_DEVICE LLAMA_ARG_LOG_FILE LLAMA_ARG_UI
+        version ctx-size-draft verbose-prompt checkpoint-every-n-tokens LLAMA_ARG_CHECKPOINT_EVERY_NT
+        LLAMA_ARG_HFD_REPO
     """,
 }

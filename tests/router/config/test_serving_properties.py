@@ -139,6 +139,14 @@ def test_a_relative_path_in_the_file_starts_at_its_folder() -> None:
     assert read("[m]\nmodel = /m/x", disk=found).presets["m"].path == "/m/x/weights"
 
 
+def test_adapters_beside_the_file_belong_to_a_model_of_the_hub() -> None:
+    found = disk(STARTER, "/m/x/adapters/", "/m/x/adapters/a/", "/m/x/adapters/a/adapter_config.json")
+    for text in (STARTER, STARTER + "option.adapters=adapters"):
+        found.texts["/m/x/serving.properties"] = text
+        preset = read("[m]\nmodel = /m/x", disk=found).presets["m"]
+        assert (preset.repo, [each.path for each in preset.adapters]) == ("org/name", ["/m/x/adapters/a"])
+
+
 def test_a_folder_without_a_model_is_not_listed_and_an_error_in_a_section() -> None:
     found = disk("engine=Python")
     loaded = read("", disk=found, found=[FoundModel("m", "models_dir", path="/m/x")])

@@ -162,6 +162,7 @@ def test_a_margin_holds_for_all_devices_that_have_none_of_their_own() -> None:
 
 def test_the_hub_cache_is_where_the_hub_library_looks() -> None:
     assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == "/a"
+    assert hub_cache({"HUGGINGFACE_HUB_CACHE": "/a", "HF_HOME": "/b"}) == "/a"
     assert hub_cache({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}) == "/b/hub"
     assert hub_cache({"XDG_CACHE_HOME": "/c", "HOME": "/d"}) == "/c/huggingface/hub"
     assert hub_cache({"HOME": "/d"}) == "/d/.cache/huggingface/hub"
