@@ -20,6 +20,7 @@ from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
 from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE, variable_text
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
+_MTP = "draft-mtp"  # of spec-type: llama-server drafts with layers of the checkpoint itself
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 
 
@@ -303,11 +304,14 @@ class SettingReader:
         if word.accepts(text):
             return
         message = f'"{written.lstrip("-")}" {word.message}' if place.line else word.message  # else it names the option
+        self._have_no_effect(word.name if place.line else written, place, message)  # several variables may mean one
+
+    def _have_no_effect(self, name: str, place: Problem, message: str) -> None:
+        """Record that `name` has no effect; an error with --strict-presets."""
         if self.strict:
             self._fail(place, message)
         else:
-            # Several variables may have the name of one option.
-            self._ignored.setdefault(word.name if place.line else written, []).append(replace(place, message=message))
+            self._ignored.setdefault(name, []).append(replace(place, message=message))
 
     def finish(self) -> None:
         """Warn about options without a meaning here: once for each, naming all sections that have it."""
@@ -371,6 +375,9 @@ class SettingReader:
         if isinstance(key.kind, Strings) and quoted:
             return (text,) if text else ()
         value = key.kind(text)
+        if key.name == "spec-type" and _MTP in re.split(r"[\s,]+", text.lower()):
+            message = f"{_MTP} drafts nothing here, and answers are the same: write model-draft, or ngram-simple"
+            self._have_no_effect(_MTP, place, f"{place.key}: {message}" if place.line else message)
         if key.name == "model-draft" and value:
             return self._draft(value, place)
         if key.path and value and (key.name != "python" or "/" in value):

@@ -284,9 +284,10 @@ class Preset:
     # Speculative decoding
     spec_type: Literal["none", "ngram-simple"] = key("none",
             LastOf(("none", "ngram-simple"),
-                   {"draft-simple": "none"}  # a draft model drafts wherever it is named
+                   # A draft model drafts wherever it is named. The reader warns about draft-mtp.
+                   {"draft-simple": "none", "draft-mtp": "none"}
                    | dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
-                   dict.fromkeys(("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark"),
+                   dict.fromkeys(("draft-eagle3", "draft-dflash", "draft-dspark"),
                                  "write model-draft, or use ngram-simple")),
             SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,

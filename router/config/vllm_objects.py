@@ -23,6 +23,8 @@ def speculative_config(text: str) -> dict[str, str]:
     method = str(members.get("method", "draft_model" if "model" in members else ""))
     if members.get("model") in _METHODS:  # vLLM also takes the method as the model
         method = str(members.pop("model"))
+    if method.endswith("mtp") and "model" not in members:
+        return {"spec-type": "draft-mtp"}
     if method not in _METHODS:
         raise ValueError(f"the method {shown(method)} is not offered; write model-draft, or spec-type = ngram-simple")
     if further := sorted(members.keys() - _SPECULATIVE.keys() - _FURTHER):
