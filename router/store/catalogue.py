@@ -266,7 +266,10 @@ def _models_dir(folder: str) -> tuple[list[FoundModel], list[Problem], str]:
 
 def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield (id, path) of the entries of the folder, and of subfolders that are no models but may contain some
-    (org/name)."""
+    (org/name). A folder that is a model itself, as LMI's model store may be, is the only one."""
+    if LocalDisk().kind(str(folder)) in ("snapshot", "lmi"):
+        yield folder.name, folder
+        return
     for name in names:
         path = folder / name
         if not path.is_dir() or _is_model(path):

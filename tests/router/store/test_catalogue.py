@@ -161,6 +161,14 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 
 
+def test_a_folder_of_models_that_is_a_model_itself_is_that_model(tmp_path: Path) -> None:
+    model = snapshot(tmp_path / "model")
+    (model / "adapters").mkdir()
+    (model / "serving.properties").write_text("option.max_rolling_batch_size=8")
+    (preset,) = read(models_dir=str(model)).presets.values()
+    assert (preset.id, preset.path, preset.parallel) == ("model", str(model), 8)
+
+
 def test_a_huge_file_of_settings_is_not_read_whole(tmp_path: Path) -> None:
     file = snapshot(tmp_path / "m") / "serving.properties"
     with file.open("w") as settings:
