@@ -453,7 +453,7 @@ class SettingReader:
 
 def _not_offered(word: RefusedOption, place: Problem, text: str) -> str:
     """The message for an option that is not offered, with its value if other values are accepted."""
-    if word.neutral or word.means:
+    if (word.neutral or word.means) and not (word.is_flag and place.file.startswith("-")):  # a flag has no value
         return f"{place.key}: {shown(text)} {word.message}" if place.line else f"{shown(text)} {word.message}"
     return f'"{place.key}" {word.message}' if place.line else word.message  # else the place names the key
 

@@ -385,6 +385,11 @@ def test_an_unknown_variable_is_reported_with_the_nearest_one_and_an_error_if_st
     assert complaints("[m]\nmodel = demo:a", environ={name: "1"}, strict=True) == [line]
 
 
+def test_the_message_about_a_refused_flag_has_no_value() -> None:
+    (problem,) = complaints("", flags={"list-devices": "on"})
+    assert problem.startswith("--list-devices: is not offered by this version: remove it; ")
+
+
 def test_a_wrong_flag_is_reported_once_for_all_models() -> None:
     text = "[a]\nmodel = demo:a\n[b]\nmodel = demo:b"
     assert complaints(text, flags={"ctx-size": "x"}) == [
