@@ -1,5 +1,6 @@
 """The place of a model's files, from the keys that name it and from the models on disk. Pure functions."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,6 +18,8 @@ _NO_SNAPSHOT = {
     "gguf": f"has GGUF files: {NO_GGUF}",
 }
 
+# DJL's zoo has repositories of the hub in other formats, by their names.
+_ZOO = re.compile(r"djl://ai\.djl\.huggingface\.\w+/")
 _REMEDY = "name a folder with config.json and safetensors files"
 
 
@@ -75,7 +78,7 @@ def resolve_source(
 def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, is_repo: bool) -> dict[str, Any] | None:
     """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
     fail = reader.collector.fail
-    text, place = setting.value, setting.place
+    text, place = _ZOO.sub("", setting.value), setting.place
     if text.startswith("demo:") and not is_repo:
         if text[5:] in preset_keys.DEMOS:
             return {"demo": text[5:]}
