@@ -231,16 +231,22 @@ class SettingReader:
     def flags(self, flags: Mapping[str, str], *, named: int = 0) -> Layer:
         """The settings on the command line; `flags` by name without dashes, `named` as for `environment`."""
         layer: Layer = {}
+        texts: dict[str, str] = {}
         for name, text in flags.items():
             place = Problem(f"-{name}" if len(name) == 1 else f"--{name}", 0, "", name, "")
             for spelling, value in self._spelled(name, text, place):
                 if named != 1 and preset_keys.is_own(spelling.canonical):
                     message = f"is for one model, and {_count(named)} named at start; name one alone"
                     self._fail(place, f"{message}, or write a section [id] with it in a file for --models-preset")
-                elif spelling.canonical in layer and spelling.word.name != "env" and not _completes(layer, spelling):
-                    self._fail(place, f"{layer[spelling.canonical].origin} sets the same key; give one of the two")
-                else:
-                    self._add(layer, spelling, value, place, COMMAND_LINE)
+                    continue
+                canonical, is_variable = spelling.canonical, spelling.word.name == "env"
+                before = None if is_variable or _completes(layer, spelling) else layer.get(canonical)
+                self._add(layer, spelling, value, place, COMMAND_LINE)
+                if before is not None and layer[canonical].value == ():
+                    layer[canonical] = before  # FastChat has --device cuda, which names no device, beside --gpus
+                elif before is not None and before.value != () and texts[canonical] != value:
+                    self._fail(place, f"{before.origin} sets the same key; give one of the two")
+                texts[canonical] = value
         return layer
 
     def path(self, text: str, place: Problem) -> str:

@@ -169,7 +169,7 @@ class Settings:
             "treat a device as smaller than it is: cpu=600, or cuda:0=90%", unset="none")  # by device name
     sleep_memory: int = option(0, Memory(), MEMORY,
             "main memory, in MiB, for the weights of evicted models", unset="0: none")
-    models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
+    models_max: int | None = option(None, Integer(0), MEMORY, "workers at once; 0: as memory allows",
             unset="0; 4 if the margin is 0",  # None: see `workers_at_once`
             also=("--limit-worker-concurrency", "--limit"), env=("LLAMA_ARG_MODELS_MAX",))
 
