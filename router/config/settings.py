@@ -37,6 +37,7 @@ _TLS = "a proxy in front of the router offers TLS"
 # table they would be reported as unknown keys of models.
 UNAVAILABLE: Mapping[str, str] = {
     "cluster": "", "log-file": "redirect stderr", "secure-mode": "", "worker-port-range": "",
+    "config-file": "give its settings as variables, SERVING_NAME",
     "ssl-cert-file": _TLS, "ssl-key-file": _TLS,
     "models-memory-max": "--models-memory-margin keeps memory free on a device, --device-limit lowers its total",
 }  # fmt: skip
@@ -44,8 +45,9 @@ UNAVAILABLE: Mapping[str, str] = {
 _POSITIVE, NEGATIVE = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
-# An item of LMI's load_models; the brackets may be missing if there is a colon.
-_LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*))=(.+)")
+# An item of LMI's load_models; the brackets may be missing if there is a colon, or before a URL of a file.
+_LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==file:)))=(.+)")
+_FILE_URL = re.compile(r"^file:(//)?")
 _KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 
 
@@ -76,12 +78,12 @@ class _Models(Names):
         matches = [_LMI_MODEL.fullmatch(item.strip()) for item in text.split(",")]
         found = [match for match in matches if match]
         if len(found) < len(matches):
-            return super().read(text)
+            return tuple(_FILE_URL.sub("", item) for item in super().read(text))
         for match in found:
             engine = [*(match[1] or match[2]).split(":"), "", ""][2]
             if engine.casefold() not in ("", "python", "mpi"):
                 self.fail(f"{shown(engine)} is an engine that is not offered; remove it")
-        return tuple(match[3] for match in found)
+        return tuple(_FILE_URL.sub("", match[3]) for match in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class Settings:
     # fmt: off
     model: tuple[str, ...] = option((), _Models(hint="MODEL"), MODELS,
             "folder or org/name of a model to load at start; repeatable; `router MODEL ...` does the same",
-            unset="none", also=("-m", "--model-path", "--model-id"),
+            unset="none", also=("-m", "--models", "--model-path", "--model-id"),
             env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "OPTION_MODEL", "SERVING_LOAD_MODELS"))
     hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
@@ -138,7 +140,7 @@ class Settings:
             also=("--model-name",))  # as in FastChat's documents: its parser completes options
     models_preset: str = option("", _FILE, MODELS, "INI file of models", unset="none", env=("LLAMA_ARG_MODELS_PRESET",))
     models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
-            env=("LLAMA_ARG_MODELS_DIR", "SERVING_MODEL_STORE"))
+            also=("--model-store",), env=("LLAMA_ARG_MODELS_DIR", "SERVING_MODEL_STORE"))
     models_cache: bool | None = option(None, Flag(), MODELS, "list the complete models of the Hugging Face cache",
             unset="on; off beside --model, --hf-repo and --demo")
     demo: bool = option(False, Flag(), MODELS,
