@@ -19,7 +19,11 @@ if ! command -v "$python" >/dev/null; then
     echo "test.sh: there is no $python; install Python 3.11 or newer, or name it: BOOTSTRAP_PYTHON=/path/to/python" >&2
     exit 1
 fi
-"$python" "$root/scripts/bootstrap.py" --extras worker,dev --venv "$venv"
+# Where it is set, each of the many processes of the tests would compile the modules again.
+unset PYTHONDONTWRITEBYTECODE
+# pip compiles all modules of all packages, which takes longer than the rest of the installation. The tests import a fifth
+# of them, and Python compiles those.
+PIP_COMPILE=0 "$python" "$root/scripts/bootstrap.py" --extras worker,dev --venv "$venv"
 bin=$(cd -- "$venv/bin" && pwd)
 cd "$root"
 
@@ -32,8 +36,6 @@ step ruff check .
 step ruff format --check .
 step mypy
 export OMP_NUM_THREADS=1
-# Where it is set, each of the many processes of the tests would compile the modules of this project again.
-unset PYTHONDONTWRITEBYTECODE
 # Three processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
 # tests/conftest.py puts the longest files first.
 step pytest -n 3 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
