@@ -1,4 +1,6 @@
-"""The official OpenAI client against a worker on TCP."""
+"""The official OpenAI client against a worker on TCP. Its embeddings and exceptions are tested in tests/processes:
+test_encoders_end_to_end.py and test_error_rows.py.
+"""
 
 from typing import Any
 
@@ -39,35 +41,6 @@ async def test_a_completion() -> None:
         assert answer.choices[0].logprobs.text_offset == [0, 0, 1]
 
 
-async def test_embeddings_in_base64_and_as_floats() -> None:
-    async with serving() as world, openai_client(world) as client:
-        answer = await client.embeddings.create(model="m", input=["hi", "hi"])
-        assert [item.embedding for item in answer.data] == [[2.0, 4.0, 6.0, 8.0]] * 2
-        as_floats = await client.embeddings.create(
-            model="m", input=[[0, 40, 41]], encoding_format="float", dimensions=1
-        )
-        assert [item.embedding for item in as_floats.data] == [[1.0]]
-        assert as_floats.usage.prompt_tokens == 3
-
-
-async def test_each_error_is_raised_as_the_clients_exception() -> None:
-    async with serving() as world, openai_client(world) as client, openai_client(world, "wrong") as stranger:
-        with pytest.raises(openai.AuthenticationError):
-            await stranger.chat.completions.create(model="m", messages=HELLO)
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="m", messages=HELLO, temperature=-1)
-        assert caught.value.param == "temperature"
-        assert caught.value.type == "invalid_request_error"
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):
-            await client.completions.create(model="m", prompt=[5] * 300)
-        with pytest.raises(openai.RateLimitError):
-            await client.completions.create(model="m", prompt="full")
-        with pytest.raises(openai.InternalServerError):
-            await client.completions.create(model="m", prompt="fail", stream=True)
-        with pytest.raises(openai.NotFoundError):
-            await client.models.list()
-
-
 async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     text = ""
     async with serving() as world, openai_client(world) as client:
@@ -76,11 +49,3 @@ async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
             async for chunk in stream:
                 text += chunk.choices[0].text
         assert text == "0 G"
-
-
-async def test_closing_a_stream_cancels_it() -> None:
-    async with serving() as world, openai_client(world) as client:
-        stream = await client.completions.create(model="m", prompt="hold-later", stream=True)
-        await world.engine.until("holding")
-        await stream.close()
-        await world.engine.until("cancelled")
