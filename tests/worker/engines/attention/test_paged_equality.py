@@ -71,21 +71,22 @@ async def test_prompts_with_a_common_prefix_answer_as_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "caches"), [*((family, True) for family in FAMILIES), ("llama", False)])
 async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
-    snapshots: dict[str, Path], models: dict[str, Any], family: str
+    snapshots: dict[str, Path], models: dict[str, Any], family: str, caches: bool
 ) -> None:
-    """Eight sequences of up to five blocks, in a pool of eight: most are put back, some of them twice."""
+    """Eight sequences of up to five blocks, in a pool of eight: most are put back, some of them twice.
+
+    tests/worker/engines/test_engine_equality.py has all families without prefix caching.
+    """
     expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
-    for caches in (True, False):
-        changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
-        changes["prefix_caching"] = caches
-        async with serving(load(snapshots[family], **changes)) as engine:
-            logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-            assert [each.tokens for each in logsums] == expected
-            choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
-            assert [each.tokens for each in choices] == [expected[3]] * 6
-            work_of(engine)._scheduler.check_integrity()
+    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
+    async with serving(load(snapshots[family], **changes, prefix_caching=caches)) as engine:
+        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert [each.tokens for each in logsums] == expected
+        choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
+        assert [each.tokens for each in choices] == [expected[3]] * 6
+        work_of(engine)._scheduler.check_integrity()
 
 
 async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
@@ -109,6 +110,3 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:
     with pytest.raises(StartError, match=r"kv-tokens 100 is less than the 128 tokens .* raise kv-tokens"):
         make_blocks(Serve(snapshot="x", listen="", kv_tokens=100), CTX, caches=True)
-
-
-# Of the kernels
