@@ -29,17 +29,21 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
     if texts is not None and not all(isinstance(text, str) for text in texts):
         raise InvalidValue("texts must be an array of strings", param="texts")
     fields.refuse("images", "images is not supported; send texts")
-    fields.refuse("max_tokens", "max_tokens is not supported; long texts can only be truncated to the context size")
+    most, truncates = fields.integer("max_tokens"), fields.choice("truncate") != "NONE"
+    if most is not None and not truncates:
+        raise InvalidValue("max_tokens truncates texts; leave it out, or truncate: NONE", param="max_tokens")
     kinds = _kinds(fields)
     openai_body = {
         "model": name,
         "input": inputs if texts is None else texts,
         "dimensions": fields.checked("output_dimension"),
-        "truncate": fields.choice("truncate") != "NONE",
+        "truncate": truncates if most is None else None,
+        "truncate_prompt_tokens": most,
         "prompt_name": _instruction(fields, model),
     }
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     names = {"input": "inputs" if texts is None else "texts", "dimensions": "output_dimension"}
+    names["truncate_prompt_tokens"] = "max_tokens"
     with client_field_names(names):
         embedded = await embeddings.embeddings(openai_body, model)
     vectors = [item["embedding"] for item in embedded.body["data"]]

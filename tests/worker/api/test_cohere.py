@@ -61,6 +61,18 @@ async def test_long_texts_are_truncated_by_default() -> None:
     assert (caught.value.param, caught.value.reason) == ("texts", "context_length_exceeded")
 
 
+async def test_texts_are_truncated_to_max_tokens() -> None:
+    made = model()
+    await cohere.embed({"texts": ["word " * 500], "max_tokens": 20}, made)
+    assert isinstance(made.engine, FakeEngine)
+    assert len(made.engine.texts[0].tokens) == 20
+    for extra in ({"max_tokens": 20, "truncate": "NONE"}, {"max_tokens": 0}, {"max_tokens": 1}):
+        with pytest.raises(RequestError) as caught:
+            await cohere.embed({"texts": ["word " * 500], **extra}, made)
+        assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+        assert caught.value.message.startswith("max_tokens")
+
+
 def test_bits_are_the_signs_of_components() -> None:
     vector = [1.0, -1.0, 0.0, 0.5, -0.5, 2.0, 3.0, -4.0]
     assert cohere.to_bits(vector) == [0b10010110]

@@ -235,10 +235,13 @@ SCORE: dict[str, Sample] = {
     "truncate": (True, {"text_1": "hi " * 400}),
     "queries": ("ho", {}),
 }
-COHERE: dict[str, Sample] = alone(
-    texts=["ho"], input_type="search_query", embedding_types=["base64"], output_dimension=2,
-    images=["aGk="], max_tokens=3, truncate="START", inputs=[{"content": "ho"}],
-)  # fmt: skip
+COHERE: dict[str, Sample] = {
+    **alone(
+        texts=["ho"], input_type="search_query", embedding_types=["base64"], output_dimension=2,
+        images=["aGk="], truncate="START", inputs=[{"content": "ho"}],
+    ),
+    "max_tokens": (9, {"texts": ["hi " * 40]}),
+}  # fmt: skip
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),

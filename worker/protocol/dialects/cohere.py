@@ -31,7 +31,7 @@ EMBED: Body = {
     "embedding_types": array(enum(*EMBEDDING_TYPES), about="float unless stated."),
     "output_dimension": integer(1),
     "truncate": choice(("NONE", "END"), "END unless stated; the start of a text is never cut."),
-    "max_tokens": one_of([], "Not supported: what is too long can be cut to the context only."),
+    "max_tokens": integer(1, None, "Tokens of each text that are kept. Not with truncate: NONE."),
 }
 
 _VECTORS = {"float": several(NUMBER), "base64": BASE64, "binary": several(WHOLE), "ubinary": several(COUNT)}
