@@ -305,7 +305,12 @@ class ServedModel:
             raise limit.error(len(pieces), is_exact=True)
         for piece in pieces:
             if not (isinstance(piece, str) or (type(piece) is int and 0 <= piece < self.vocab_size)):
-                raise InvalidValue(f"{param} must hold token ids between 0 and {self.vocab_size - 1}", param=param)
+                # LangChain's embeddings send token ids of OpenAI's tokenizer by default.
+                raise InvalidValue(
+                    f"{param} must hold token ids between 0 and {self.vocab_size - 1}, the vocabulary of this model; "
+                    "send text instead of token ids of another model",
+                    param=param,
+                )
         begins = bool(pieces) and isinstance(pieces[0], str)
         first = [pieces[0]] if begins else []
         rest = [piece for piece in pieces[begins:] if isinstance(piece, str)]

@@ -129,6 +129,12 @@ async def test_token_ids_are_unchanged() -> None:
     assert caught.value.param == "prompt_name"
 
 
+async def test_the_error_for_token_ids_of_another_model_names_the_remedy() -> None:
+    made = embedder()
+    with pytest.raises(InvalidValue, match="send text instead of token ids of another model"):
+        await embeddings.embeddings({"input": [[len(made.tokenizer)]]}, made)
+
+
 async def test_a_text_is_truncated_by_its_tokenizer() -> None:
     made = embedder(max_input_tokens=20)
     text = "the quick brown fox " * 20
