@@ -251,11 +251,13 @@ def check(
     ctx: click.Context, /, names: tuple[str, ...], effective: bool, memory: bool, as_json: bool, **params: Any
 ) -> int:
     files = [name for name in names if not _is_model(name)]
+    if len(files) > 1:
+        raise click.UsageError(f"{' and '.join(files)}: one file of presets at a time; check each alone.", ctx)
     given, models = options.split(
         with_names(given_options(ctx, params), tuple(name for name in names if name not in files))
     )
     if files:
-        given["models-preset"] = files[-1]
+        given["models-preset"] = files[0]
     parsed = _settings(given)
     loaded = load_catalogue(parsed, models, os.environ)
     if lacks := _lacking_packages(loaded):

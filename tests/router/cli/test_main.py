@@ -108,6 +108,7 @@ def test_garbage_collection_is_enabled_again_after_a_failed_start(
         (["chek"], '"chek" is no command and no model. Did you mean check?'),
         (["check", "--download-only"], "No such option '--download-only'."),
         (["--download-only", "check"], "--download-only does not belong to `check`."),
+        (["check", "a.ini", "b.ini"], "a.ini and b.ini: one file of presets at a time; check each alone."),
         (["--port", "1", "estimate", "x"], "--port does not belong to `estimate`."),
         (["estimate", "x", "--port", "1"], "--port does not belong to `estimate`."),
         (["estimate", "x", "--no-models-watch"], "--no-models-watch does not belong to `estimate`."),
