@@ -223,7 +223,8 @@ class Settings:
 
     log_level: str = option("info", OneOf(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
             "lowest level of lines to write")
-    log_format: str = option("text", OneOf(("text", "json")), LOGS, "format of lines on stderr")
+    log_format: str = option("text", OneOf(("text", "json")), LOGS,
+            "format of log lines on stderr; messages of the start are text")
     access_log: str = option("all", OneOf(("all", "errors", "off")), LOGS, "which requests to log")
     # fmt: on
 
