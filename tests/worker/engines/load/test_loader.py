@@ -172,6 +172,30 @@ async def test_a_context_beyond_the_models_positions_is_cut_to_them(folder: Path
         assert engine.ctx_size == 99
 
 
+async def test_a_vision_model_generates_text_where_the_text_class_is_built_from_a_part_of_its_configuration(
+    tmp_path: Path,
+) -> None:
+    """Qwen3.5. transformers lists the class of the text part for the whole configuration."""
+    tokenizer = tiny.make_tokenizer("qwen3")
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "initializer_range": 0.15, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3_5ForConditionalGeneration(config)
+    tiny.spread(model)
+    with tiny.no_progress_bar():
+        model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    async with serving(load(tmp_path, ctx_size=64, parallel=2)) as engine:
+        found = await complete_one(engine, PROMPT, max_tokens=24)
+    assert found.tokens == generated(model, PROMPT, 24)
+
+
 def test_positions_are_those_that_a_sequence_can_use() -> None:
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}

@@ -319,7 +319,7 @@ def _generator_class(options: ModelOptions, config: Any) -> Any:
     if type(config) not in mapping and reference is not None and options.trust_remote_code:
         return _from_snapshot(options, reference)
     seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if type(config) in seeing and (kind in VISION or type(config) not in mapping):
+    if type(config) in seeing and (kind in VISION or not _is_built_from(mapping, config)):
         mapping = seeing  # language-model classes are preferred unless the tests cover the family's images
     if type(config) not in mapping:
         raise StartError(
@@ -337,6 +337,15 @@ def _generator_class(options: ModelOptions, config: Any) -> Any:
             " on with a text; set task = embed"
         )
     return cls
+
+
+def _is_built_from(mapping: Any, config: Any) -> bool:
+    """True if `mapping` has a class for this configuration itself. Of some vision models (Qwen3.5, Llama 4) it has the
+    class of the text part, which is built from a part of the configuration."""
+    if type(config) not in mapping:
+        return False
+    cls = mapping[type(config)]
+    return isinstance(config, (cls[0] if isinstance(cls, tuple) else cls).config_class)
 
 
 def _from_snapshot(options: ModelOptions, reference: str) -> Any:
