@@ -243,6 +243,7 @@ max-cudagraph-capture-size prefix-caching-hash-algo max-num-partial-prefills lon
 mamba-ssm-cache-dtype structured-outputs-config reasoning-config chat-template-content-format
 trust-insecure-model-files model-format features s3-cache s3-cache-bucket s3-cache-key-prefix s3-cache-autocreate
 ddb-cache ddb-table-name cache-batch cache-multitenant memory-cache-capacity health-check-override paged-attention
+decoding-strategy max-sparsity max-splits
 """
 # Options of LMI for TensorRT-LLM, DeepSpeed, Neuron and its compiler, and of DJL for ONNX Runtime and TorchScript.
 _OF_OTHER_ENGINES = """

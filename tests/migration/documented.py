@@ -46,7 +46,7 @@ DOCUMENTED = {
         awq_mm_version awq_weight_bit_width awq_zero_point fp8_ignore fp8_scheme max_draft_len use_custom_all_reduce
         enable_cuda_graph attention_layout collectives_layout context_length_estimate
         enable_mixed_precision_accumulation n_positions neuron_optimize_level OPTION_MODEL HUGGING_FACE_HUB_TOKEN
-        models model-store config-file
+        models model-store config-file decoding_strategy max_sparsity max_splits
     """,
     # --help of model_worker, multi_model_worker, controller, openai_api_server and the workers of other engines
     # (LightLLM, SGLang, vLLM); cli in the README; variables
