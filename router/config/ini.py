@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 MAX_PRESET_BYTES = 1 << 20  # of one file; a guess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
+# Of sections also with blanks and parentheses between, as in llama-server's files: [Qwen3 8B (low)].
+_TITLE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/@+()~ -]{0,190}[A-Za-z0-9._:/@+()~-])?")
 _HEADER = re.compile(r"\[([^\]]*)\](.*)", re.DOTALL)
 _KEY = re.compile(r"(-*[A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)", re.DOTALL)
 _END = re.compile(r"[ \t]*(?:[ \t][;#].*)?", re.DOTALL)
@@ -128,14 +130,20 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
 
 def is_name(text: str) -> bool:
     """True if `text` is a valid model name: allowed characters, and no empty part, `.` or `..` between slashes."""
-    return bool(NAME.fullmatch(text)) and all(part not in {"", ".", ".."} for part in text.split("/"))
+    return bool(NAME.fullmatch(text)) and _has_proper_parts(text)
+
+
+def _has_proper_parts(name: str) -> bool:
+    return all(part not in {"", ".", ".."} for part in name.split("/"))
 
 
 def _header_fault(name: str, rest: str) -> str:
     if not _END.fullmatch(rest):
         return f"text after [{name}]; a comment needs a blank before it"
-    if name != "*" and not is_name(name):
-        return f"[{name[:60]}] is no model name; use letters, digits and ._:/@+- (192 at most, no empty part)"
+    if name != "*" and not (_TITLE.fullmatch(name) and _has_proper_parts(name)):
+        return (
+            f"[{name[:60]}] is no model name; use letters, digits, blanks and ._:/@+()~- (192 at most, no empty part)"
+        )
     return ""
 
 

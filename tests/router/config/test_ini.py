@@ -83,12 +83,18 @@ def test_keys_keep_their_spelling_and_lines_their_number() -> None:
         ("[a]\nk = ${env:A-B}", "[a] k: write ${env:NAME}, or single quotes to mean it literally"),
         ("[a]\nk = ${env:HOME", "[a] k: write ${env:NAME}, or single quotes to mean it literally"),
         ("[a]\nk = a\x00b", "m.ini:2: [a] control character U+0000; remove it"),
-        *((f"[{name}]", "is no model name") for name in ("", "a b", "-a", "a//b", "../a", "a/..", "é", "x" * 193)),
+        *((f"[{name}]", "is no model name") for name in ("", "(a)", "-a", "a//b", "../a", "a/..", "é", "x" * 193)),
     ],
 )
 def test_each_fault_names_its_line(text: str, complaint: str) -> None:
     (problem,) = complaints(text)
     assert complaint in problem
+
+
+def test_a_section_may_have_blanks_and_parentheses_in_its_name_as_in_files_of_llama_server() -> None:
+    document = parse("[Qwen3 8B (low) ~5GB]\nctx-size = 1\n[a b/c d]\n")
+    assert document.problems == ()
+    assert [section.name for section in document.sections] == ["Qwen3 8B (low) ~5GB", "a b/c d"]
 
 
 def test_all_faults_are_shown_not_only_the_first() -> None:
