@@ -44,7 +44,8 @@ async def test_fastchats_lazy_workers_take_turns(hub: Hub, tmp_path: Path) -> No
     for name in ("vicuna-7b-v1.5", "longchat-7b-16k"):
         make("llama", hub.root / "lmsys" / name)
     environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "hub")}
-    async with router(*starter("fastchat", "*--lazy*"), environ=environ) as up:
+    async with router(*starter("fastchat", "*--lazy*"), "--fork-server", environ=environ) as up:
+        await up.says("is warm")  # the libraries of models are imported once
         ids = [row["id"] for row in (await up.client.get("/v1/models")).json()["data"]]
         assert ids == ["lmsys/vicuna-7b-v1.5", "lmsys/longchat-7b-16k"]
         assert [(await up.status(id))["value"] for id in ids] == ["unloaded"] * 2
