@@ -499,30 +499,6 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
         await nothing_runs(engine)
 
 
-async def test_nan_in_the_cache_ends_with_its_request(llama: Path, model: Any) -> None:
-    """A mask hides padded rows only if they hold numbers: NaN would spread."""
-
-    def fault(batch: Batch, ahead: bool) -> None:
-        for segment in batch:
-            if is_marked(segment) and segment.table is not None:
-                for slot, count in segment.table.spans(0, segment.end):
-                    runner.pool.values[0][slot : slot + count] = float("nan")
-
-    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=2)
-    long = (*range(20, 60), 5)
-    async with serving(engine):
-        collected, failed = await asyncio.gather(
-            complete_one(engine, long, max_tokens=30), complete_one(engine, (*MARKED, *long)), return_exceptions=True
-        )
-        assert isinstance(failed, SequenceFailed)
-        assert isinstance(collected, CollectedChoice)
-        assert collected.tokens == generated(model, long, 30)
-        pair = await asyncio.gather(*(complete_one(engine, each, max_tokens=30) for each in (PROMPT, long)))
-        assert [each.tokens for each in pair] == [generated(model, each, 30) for each in (PROMPT, long)]
-        with pytest.raises(SequenceFailed):
-            await complete_one(engine, (*MARKED, *long))
-
-
 async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: Path, model: Any) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if len(batch) > 2 and min(each.sequence.output_tokens for each in batch) >= 2:
