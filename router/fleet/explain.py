@@ -162,10 +162,16 @@ def does_not_fit(
         for short, row in missing
         if row.id.index != WORKER_SLOTS
     }
+    limits = {
+        str(row.id): f", --device-limit {row.limit // MIB} MiB"
+        for _, row in missing
+        if row.limit is not None and row.limit < row.total
+    }
     parts = (
         ", ".join(
             f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB are available"
             f" (margin {row['margin_mib']} MiB"
+            + limits.get(name, "")
             + (f", fork server {row['shared_mib']} MiB)" if "shared_mib" in row else ")")
             for name, row in devices.items()
         )
@@ -176,6 +182,10 @@ def does_not_fit(
     ways_out = [str(_remedies(worker, capacities))]
     if missing and all(short.required <= short.available + row.margin for short, row in missing):
         ways_out.append("lower the margin")
+    if missing and all(
+        row.limit is not None and short.required <= short.available + row.total - row.limit for short, row in missing
+    ):
+        ways_out.append("raise --device-limit")
     way_out = ", or ".join(filter(None, ways_out)) or "use a device with more memory, or a smaller model"
     return DoesNotFit(
         f"{name} does not fit on empty devices{spread}: it needs at least {parts}{bound}; {way_out}",

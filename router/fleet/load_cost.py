@@ -99,17 +99,20 @@ def _estimate(worker: Worker, fleet: Fleet, *, no_exact: str | None = None, lear
 
 
 def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
-    """Apply the preset's limits per device. Raises LoadFailed if the worker needs more than these allow."""
-    choice, shards = costs.choice, costs.estimate.shards
+    """Apply the preset's limits per device. Raises LoadFailed if the worker needs more than these allow, and would fit
+    without them. If it would not, the planner refuses it with the real cause."""
+    choice, shards, capacities = costs.choice, costs.estimate.shards, fleet.scheduler.capacities()
     if sharding.fits(choice, shards, bounds):
         if choice.shards == 1:
             devices = frozenset(id for id in choice.devices if bounds[id] >= shards[0])
             worker.costs = replace(costs, choice=replace(choice, devices=devices))
-    elif costs.is_exact or not sharding.fits(choice, sharding.least_shards(costs.estimate), bounds):
+    elif sharding.fits(choice, shards, capacities) and (
+        costs.is_exact or not sharding.fits(choice, sharding.least_shards(costs.estimate), bounds)
+    ):
         preset, keys = worker.preset, sharding.limiting_keys(worker.preset, on_host=worker.on_host)
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
-        found = remedies_for(worker, costs, {**fleet.scheduler.capacities(), **bounds})
+        found = remedies_for(worker, costs, {**capacities, **bounds})
         raise LoadFailed(
             f"{preset.id}: it needs at least {needs}{costs.bound}, but {keys} and the device sizes allow {most};"
             f" raise {keys.replace(' and ', ' or ')}" + (f", or {found}" if found.settings else "")

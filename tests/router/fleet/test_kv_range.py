@@ -4,8 +4,11 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from router.api.status import status
 from router.config.presets import Preset
+from router.errors import DoesNotFit
 from router.launch.interface import WorkerLost
 from router.memory.estimate import MemoryEstimate, estimate
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
@@ -156,3 +159,17 @@ async def test_gpu_memory_utilization_limits_the_grant() -> None:
     await schedule.ask("a")
     most, step = int(0.95 * schedule.launcher.totals[CPU]), known().kv_step[0]
     assert most - step < schedule.worker("a").reserved[CPU] <= most
+
+
+@virtual
+async def test_a_refusal_names_the_device_limit_and_not_a_share_of_the_preset_that_changes_nothing() -> None:
+    least = sum(known().shards)
+    schedule = Schedule(
+        {"a": 1}, totals={CPU: 2 * least}, limit={CPU: least - MIB}, models={"a": FakeModel(shards=(least,))},
+        keys={"a": {**KEYS, "gpu_memory_utilization": 0.4}}, stated=False,
+    )  # fmt: skip
+    with pytest.raises(DoesNotFit) as refused:
+        await schedule.ask("a")
+    assert f"(margin 0 MiB, --device-limit {(least - MIB) // MIB} MiB)" in str(refused.value)
+    assert str(refused.value).endswith("or raise --device-limit")
+    assert "gpu-memory-utilization" not in str(refused.value)
