@@ -58,6 +58,27 @@ async def test_invocations_accept_openais_bodies() -> None:
         assert "logits" in json.loads(lines[-2].removeprefix(b"data: "))["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "json_schema"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice"),
+        ({"guided_regex": "a+"}, "regex"),
+    ],
+)
+async def test_parameters_constrain_the_text_as_in_vllm(parameters: dict[str, Any], kind: str) -> None:
+    async with serving() as world:
+        status, headers, _ = await world.post("/invocations", {"inputs": "hi", "parameters": parameters})
+        assert (status, "X-Ignored-Fields" in headers) == (200, False)
+        grammar = world.engine.requests[-1].grammar
+        assert grammar is not None
+        assert grammar.kind == kind
+        status, _, answer = await world.post(
+            "/invocations", {"inputs": "hi", "parameters": dict.fromkeys(parameters, 5)}
+        )
+        assert (status, answer["message"].startswith(f"parameters.{next(iter(parameters))}")) == (400, True)
+
+
 async def test_invocations_of_an_embedder_compute_vectors() -> None:
     encoding = EncodingConfig(dimensions=4)
     engine = FakeEngine(tokenizer(), capabilities=("embedding", "rerank"), encoding=encoding)

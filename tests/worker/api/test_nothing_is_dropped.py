@@ -194,6 +194,8 @@ INVOCATIONS: dict[str, Sample] = {
             "watermark": True, "truncate": 1, "best_of": 2, "n": 2, "stop_token_ids": [70], "min_tokens": 3,
             "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {"70": 5},
             "decoder_input_details": True, "prompt_logprobs": 1, "top_n_tokens": 2, "logprobs": 2,
+            "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
+            "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'root ::= "a"',
         }.items()
     },
     **{

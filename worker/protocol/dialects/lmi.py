@@ -32,7 +32,10 @@ from worker.protocol.schema import (
 OPENAI_FIELDS = frozenset({"messages", "prompt"})
 
 # Parameters with the name and the meaning of a field of OpenAI's API.
-SAME_AS_OPENAI = ("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "logit_bias")
+SAME_AS_OPENAI = (
+    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "logit_bias",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
 # Parameters of beam search and of another tokenizer. Other values than these, LMI's defaults, are reported as ignored.
 DEFAULTS_WITHOUT_EFFECT: Mapping[str, float] = {
     "length_penalty": 1.0,
