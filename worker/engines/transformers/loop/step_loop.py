@@ -224,6 +224,8 @@ class StepLoop:
                 self._steps += 1
                 self._publish()
             else:
+                if self._growth.step_bytes:  # report what the steps took; until then all that they may take is reserved
+                    self._send_pulse()
                 self._wake.wait(max(0.0, due - time.monotonic()))
 
     def _run_commands(self) -> None:
