@@ -45,6 +45,7 @@ def asked(library: Path, folder: Path, cards: list[Card], *words: str, verb: str
     snapshot = folder / "model"
     snapshot.mkdir(exist_ok=True)
     (snapshot / "config.json").write_text(json.dumps(CONFIG | changes))
+    (snapshot / "tokenizer_config.json").write_text("{}")
     write_weights(snapshot / "model.safetensors", TENSORS)
     own = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "ROUTER", "HF_"))}
     env = {**own, **Driver(library, folder / "cards", cards).environment(), "XDG_STATE_HOME": str(folder / "state")}
