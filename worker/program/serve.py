@@ -81,7 +81,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     if not channel.supervised:
         url = address.replace("tcp:", "http://")
         logging.getLogger("worker").info("%s listens on %s; Ctrl-C stops it", command.name or command.snapshot, url)
-    with memory.inheritance.one_count():
+    with memory.inheritance.last_count():  # of the step loop, made while the server started
         ready = Ready(
             address=address,
             measured=engine.measured,

@@ -32,9 +32,9 @@ COPIED_BETWEEN_PULSES = 1 << 20
 # Main memory that requests take beside that once the largest steps of a small model were computed: Python's heap and
 # code of libraries. Measured: 5.0 to 6.3 MiB with the copied pages, half of it by the first request.
 TAKEN_BY_REQUESTS = 4 << 20
-# Main memory that a forked worker takes between its measurement and its first pulse: the router's first connection, and
-# pages that the fork server copies. Measured: 1.4 to 2.6 MiB.
-TAKEN_WHEN_READY = 2 << 20
+# Main memory that a forked worker takes between the count of its shared pages and its first pulse: its HTTP server, the
+# router's first connection, and pages that the fork server copies. Measured: 1.4 to 2.9 MiB.
+TAKEN_WHEN_READY = 3 << 20
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -190,9 +190,10 @@ class Inheritance:
 
     @contextmanager
     def last_count(self) -> Iterator[None]:
-        """In the block pages are not counted if they were before. It takes 7 ms, in which the first request of a swap
-        would wait. Libraries whose pages are used meanwhile count as memory of this process."""
-        self._keeps_count = math.isfinite(self._counted_at)
+        """In the block pages are not counted if they were before, or are being counted. It takes 7 ms, in which the
+        first request of a swap would wait. Libraries whose pages are used meanwhile count as memory of this process."""
+        with self._lock:
+            self._keeps_count = math.isfinite(self._counted_at)
         try:
             yield
         finally:
