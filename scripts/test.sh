@@ -32,9 +32,12 @@ step() {
     echo "== $*"
     "$bin/$@" || failed+=("$1")
 }
+# On the other core, Python compiles what each process of the tests imports, before they would do it all at once.
+"$bin/python" -c "import worker.engines.transformers.engine" >/dev/null 2>&1 &
 step ruff check .
 step ruff format --check .
 step mypy
+wait
 export OMP_NUM_THREADS=1
 # Three processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
 # tests/conftest.py puts the longest files first.
