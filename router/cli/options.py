@@ -49,8 +49,8 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
         repeats = isinstance(word, PresetKey) and isinstance(word.kind, Names | Strings)
         facts: dict[str, Any] = {"is_flag": is_flag}
-        # A flag of vLLM (--enable-lora), and of llama-server until it took a word (-fa): `on` where the next word is an
-        # option or none.
+        # vLLM's --enable-lora and -fa of older llama-servers have no value: they mean `on` if an option or nothing
+        # follows.
         if not is_flag and isinstance(word, PresetKey) and isinstance(word.kind, OneOf) and word.kind.is_switch:
             facts["flag_value"] = "on"
         yield parameter, name, click.Option([*names, parameter], **facts, default=None, hidden=True,

@@ -15,7 +15,7 @@ MAX_LORA_RANK = 4096  # the limit of max-lora-rank; a larger number in an adapte
 def resolve_adapters(settings: Layer, fields: dict[str, Any], reader: SettingReader) -> None:
     """Set the fields for the adapters of a model. Those in `lora` take precedence over those in the adapter folder."""
     fail, warn, disk = reader.collector.fail, reader.collector.warn, reader.disk
-    # LMI looks in the folder of a serving.properties as well, which may name a model elsewhere.
+    # LMI also takes the folder adapters/ beside a serving.properties, whose model may be elsewhere.
     files = [PurePosixPath(setting.place.file) for setting in settings.values() if setting.rank == PROPERTIES]
     for place in dict.fromkeys([fields.get("path", ""), *(str(file.parent) for file in files)]):
         if "adapters_dir" not in fields and place and disk.folders(f"{place}/adapters"):

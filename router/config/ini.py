@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MAX_PRESET_BYTES = 1 << 20  # of one file; a guess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
-# Of sections also with blanks and parentheses between, as in llama-server's files: [Qwen3 8B (low)].
+# The title of a section may also contain blanks and parentheses, as in llama-server's files: [Qwen3 8B (low)].
 _TITLE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/@+()~ -]{0,190}[A-Za-z0-9._:/@+()~-])?")
 _HEADER = re.compile(r"\[([^\]]*)\](.*)", re.DOTALL)
 _KEY = re.compile(r"(-*[A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)", re.DOTALL)

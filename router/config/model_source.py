@@ -18,7 +18,7 @@ _NO_SNAPSHOT = {
     "gguf": f"has GGUF files: {NO_GGUF}",
 }
 
-# DJL's zoo has repositories of the hub in other formats, by their names.
+# DJL's model zoo has copies of hub repositories: djl://ai.djl.huggingface.pytorch/org/name.
 _ZOO = re.compile(r"djl://ai\.djl\.huggingface\.\w+/")
 _REMEDY = "name a folder with config.json and safetensors files"
 

@@ -123,7 +123,7 @@ _ATTENTION = OneOf(
 _ENABLE_LORA = OneOf(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = OneOf(
     tuple(ENGINES),
-    # The last two are LMI's for embeddings.
+    # Rust and OnnxRuntime are LMI's engines for embeddings.
     dict.fromkeys(("python", "mpi", "rust", "onnxruntime"), "transformers"),
     dict.fromkeys(
         (

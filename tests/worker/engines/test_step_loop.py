@@ -172,7 +172,8 @@ def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> 
         is_locked.append(growth.lock.locked())
         return growth.bytes
 
-    loop = StepLoop(
+    start = partial(
+        StepLoop,
         Idle(),
         Outbox(),
         pulse=receive,
@@ -182,21 +183,13 @@ def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> 
         growth=growth,
         interval=0.0,
     )
+    loop = start()
     assert done.wait(DEADLINE)
     loop.close()
     assert set(is_locked) == {True}
     done.clear()
     with growth.lock:  # as while an announcement waits for the router
-        loop = StepLoop(
-            Idle(),
-            Outbox(),
-            pulse=receive,
-            measured=dict,
-            later=later,
-            threads=lambda: 1,
-            growth=growth,
-            interval=0.0,
-        )
+        loop = start()
         assert loop.call(lambda: 7) == 7
         assert not done.is_set()
     loop.close()

@@ -79,7 +79,7 @@ class TransformersEngine:
         self._leader: LeaderRunner | None = None
         self._unmapped = load_generator.UnmappedMemory()
         self.has_warmed_up = False  # as in `Ready`
-        self._at_once = memory.TAKEN_WHEN_READY if memory.inheritance.is_forked else 0
+        self._until_first_pulse = memory.TAKEN_WHEN_READY if memory.inheritance.is_forked else 0
         self._steps_later = 0  # bytes that steps may take beyond what the warmup took
         self._with_steps = 0  # bytes of main memory with the largest steps and requests, if these are announced
         self.vision: ImageReader | None = None
@@ -203,7 +203,7 @@ class TransformersEngine:
 
     def map_rest(self) -> None:
         """Map the weights in the page cache ahead of the first step, and then the KV cache. Called once, when ready."""
-        self._at_once = 0  # taken before the next pulse, and reserved since `Ready` is known
+        self._until_first_pulse = 0  # `Ready` contained it, and the first pulse has what was taken
         self._unmapped.start()
 
     @property
@@ -212,7 +212,7 @@ class TransformersEngine:
         copied = memory.inheritance.yet_to_copy()
         if self._with_steps:  # all but these are announced
             copied = min(copied, memory.COPIED_BETWEEN_PULSES)
-        return self._unmapped.left + self._growth.bytes + self._at_once + self._steps_later + copied
+        return self._unmapped.left + self._growth.bytes + self._until_first_pulse + self._steps_later + copied
 
     @property
     def unannounced(self) -> int:

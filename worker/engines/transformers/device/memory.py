@@ -19,18 +19,19 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
-# Shared pages are counted again after so many page faults of this process, of which each copied page is one, and after
-# so many seconds, as the fork server copies pages too. What it leaves to one worker is then the worker's own.
+# Shared pages are counted again after this number of page faults of this process (a copied page is one fault), and
+# after this number of seconds: the fork server copies pages as well, and its old page may belong to one worker then.
 _MOST_FAULTS, _COUNT_INTERVAL = 64, 10.0
 _PAGES_AT_ONCE = 4096  # of the page map in one read
-# Upper limits of the data that a worker shares with its fork server and then copies by writing: one byte of so many.
+# Upper limits of the data that a worker shares with its fork server and then copies by writing, as 1/N of the data.
 # Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
 # 2.6 %, but their memory is announced (`MemoryNeed`).
 _COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
-# The same between two pulses, without a step that is announced. Measured: 0.2 MiB by 40 requests.
+# Upper limit of the data that a worker copies between two pulses without an announced step. Measured: 0.2 MiB by 40
+# requests.
 COPIED_BETWEEN_PULSES = 1 << 20
-# Main memory that requests take beside that once the largest steps of a small model were computed: Python's heap and
-# code of libraries. Measured: 5.0 to 6.3 MiB with the copied pages, half of it by the first request.
+# Main memory that the first requests take besides copied pages, after the largest steps of a small model were computed:
+# Python's heap and code of libraries. Measured: 5.0 to 6.3 MiB with the copied pages, half of it by the first request.
 TAKEN_BY_REQUESTS = 4 << 20
 # Main memory that a forked worker takes between the count of its shared pages and its first pulse: its HTTP server, the
 # router's first connection, and pages that the fork server copies. Measured: 1.4 to 2.9 MiB.
@@ -113,9 +114,9 @@ class Inheritance:
     A library's pages count as shared whether the parent has used them or not: any other worker may have. The fork
     server is charged for them (`LIBRARY_CODE_BYTES`).
 
-    Only pages that the parent has are looked at. smaps_rollup would walk over all: 90 ms for a model of 2 GB, in the
-    middle of its load. An earlier version read a quarter of the largest areas, in 6 ms instead of 7, and was wrong by
-    up to 4 MiB (measured).
+    Only areas of the parent are counted, which takes 7 to 12 ms. smaps_rollup would walk over all pages: 90 ms for a
+    model of 2 GB, in the middle of its load. A sample of a quarter of the largest areas took 6 ms and was wrong by up
+    to 4 MiB (measured).
     """
 
     def __init__(self) -> None:
@@ -127,11 +128,11 @@ class Inheritance:
         self._shared = 0, 0  # bytes of data and of libraries
         self._counted_at, self._faults = -math.inf, 0  # monotonic seconds, and page faults of this process until then
         self._keeps_count = False
-        # Several threads measure. With the lock, one count (7 ms) serves those that wait for it.
+        # Several threads measure. With the lock, one count serves all threads that wait for it.
         self._lock = threading.Lock()
 
     def survey(self) -> None:
-        """In the parent before it forks: find the pages that children share. Does nothing without /proc/self/smaps."""
+        """In the parent before it forks: find the areas that children share. Does nothing without /proc/self/smaps."""
         self._ranges, self._data = [], 0
         begin = end = 0
         is_file = False
@@ -183,15 +184,15 @@ class Inheritance:
 
     @contextmanager
     def one_count(self) -> Iterator[None]:
-        """In the block all figures are of one count, at its start: pages that change meanwhile cause no other one."""
+        """Take all figures inside the block from one count, which is made at its start if it is due."""
         self._count()
         with self.last_count():
             yield
 
     @contextmanager
     def last_count(self) -> Iterator[None]:
-        """In the block pages are not counted if they were before, or are being counted. It takes 7 ms, in which the
-        first request of a swap would wait. Libraries whose pages are used meanwhile count as memory of this process."""
+        """Take all figures inside the block from the last count, or from one that another thread is making. The first
+        request of a swap would wait for a new one. Library pages used since then count as memory of this process."""
         with self._lock:
             self._keeps_count = math.isfinite(self._counted_at)
         try:
