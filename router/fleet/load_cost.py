@@ -243,8 +243,9 @@ def _least_forked(worker: Worker) -> int | None:
     """Return the bytes to reserve at least for a ready, forked worker in main memory; None for any other, and for one
     whose steps may be larger than those of the warmup.
 
-    They are what it took when it was ready, what it reported as still to come, and the estimated steps if it neither
-    has computed nor announces them; at most the estimate without what it announces first.
+    They are what it has taken and reports as still to come. A worker that neither has computed nor announces its
+    largest steps is charged the estimated steps beside what it took when it was ready. The limit is the estimate
+    without what it announces first.
     """
     process, costs, facts = worker.process, worker.costs, worker.facts
     if process is None or costs is None or facts is None or costs.estimate.source == "preset":
@@ -253,11 +254,13 @@ def _least_forked(worker: Worker) -> int | None:
         return None
     ready, estimate = process.ready, costs.estimate
     most = sum(estimate.shards) - ready.unannounced  # the estimate may include learned steps
-    steps = 0
-    if not (ready.has_warmed_up or ready.steps):
+    if ready.has_warmed_up or ready.steps:
+        taken = worker.occupied.get(MAIN_MEMORY, 0) + worker.expected_growth
+    else:
         announced = max(0, ready.unannounced - worker.unannounced)  # it takes this beside the steps
-        steps, most = sum(estimate.compute) + announced, most + announced
-    return min(ready.measured.get("cpu", 0) + ready.later + steps + estimate.reserved, most)
+        taken = ready.measured.get("cpu", 0) + ready.later + sum(estimate.compute) + announced
+        most += announced
+    return min(taken + estimate.reserved, most)
 
 
 def learn(worker: Worker, fleet: Fleet) -> None:
@@ -274,6 +277,8 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     host += ready.later + ready.unannounced - ready.steps if host else 0  # `steps` are learned already
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
+        if ready.steps:  # the figure is an upper bound, and earlier loads were measured exactly
+            shards = tuple(map(min, shards, costs.estimate.shards))
         if ready.has_warmed_up and exceeds_warmup(worker.preset, facts):
             known = (size - costs.estimate.reserved for size in costs.estimate.shards)
             shards = tuple(map(max, shards, known))

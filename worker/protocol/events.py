@@ -70,7 +70,9 @@ class Ready:
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
     unannounced: int = 0  # as in Pulse
-    steps: int = 0  # the part of `unannounced` for larger steps that an earlier load has measured
+    # The part of `unannounced` for larger steps that an earlier load has measured. If it is not 0, `measured` is an
+    # upper bound until the first `Pulse`.
+    steps: int = 0
     mapped: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0

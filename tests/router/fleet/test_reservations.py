@@ -134,6 +134,25 @@ async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_the
 
 
 @virtual
+async def test_a_later_load_is_charged_by_its_pulse_what_it_reported_as_an_upper_bound_when_ready() -> None:
+    exact = replace(with_grammars(40 * MIB), steps=12 * MIB)
+    world = forking(a=exact)
+    await world.ask("a")
+    known = set()
+    for _ in range(2):
+        await leave(world, "a")
+        world.launcher.models["a"] = replace(exact, shards=(NEEDS + 60 * MIB,))
+        await world.ask("a")
+        worker = world.worker("a")
+        known.add(world.costs("a").estimate.total)
+        assert (worker.reserved[CPU], worker.headroom) == (305 * MIB, 52 * MIB)
+        pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 238 * MIB}, later=7 * MIB, unannounced=52 * MIB)
+        world.launcher.say("a", pulse)
+        assert (worker.reserved[CPU], worker.headroom) == (245 * MIB, 52 * MIB)
+    assert len(known) == 1, "an upper bound raises no learned figure"
+
+
+@virtual
 async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
     small = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB,), warmed_up=False)
     world = forking(a=small)

@@ -79,9 +79,31 @@ def test_what_a_child_shares_at_least_is_a_sixteenth_less_than_the_data_of_its_p
     ours = torch.ones(256 * MIB, dtype=torch.uint8)
     look = Inheritance()
     look.survey()
-    least, shared = (forked(look, ours[:0], count=count) for count in (Inheritance.lower_bound, Inheritance.bytes))
+
+    def estimated(look: Inheritance) -> int:
+        look.estimate()
+        with look.last_count():
+            return look.bytes()
+
+    least, shared = (forked(look, ours[:0], count=count) for count in (estimated, Inheritance.bytes))
     assert least == pytest.approx(shared * 15 / 16, rel=0.02)
-    assert look.lower_bound() == 0, "this process was not forked"
+    assert estimated(look) == 0, "this process was not forked"
+
+
+def test_an_estimate_serves_until_the_first_count() -> None:
+    gc.collect()
+    ours = torch.ones(256 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+
+    def difference(look: Inheritance) -> int:
+        look.estimate()
+        with look.last_count():
+            estimated = look.bytes()
+        with look.one_count():
+            return look.bytes() - estimated
+
+    assert forked(look, ours[:0], count=difference) > 12 * MIB
 
 
 def test_the_first_half_of_a_library_is_counted_as_half(tmp_path: Path) -> None:

@@ -79,9 +79,11 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
 
 
 def prepared() -> int:
-    """Peak bytes of a process that has prepared a load. In a forked one it is an upper bound: a sample of its pages
-    would take 6 ms of each swap."""
-    return max(0, _status("VmHWM") - inheritance.lower_bound())
+    """Peak bytes of a process that has prepared a load, before it maps weights. In a forked one it is an upper
+    bound."""
+    inheritance.estimate()
+    with inheritance.last_count():
+        return measured(())["cpu"]
 
 
 def resident() -> int:
@@ -165,10 +167,11 @@ class Inheritance:
         """Bytes shared with the parent, as they were last counted."""
         return sum(self._count())
 
-    def lower_bound(self) -> int:
-        """A lower bound of `bytes` without counting, for a process that has mapped no weights: all its mapped files are
-        libraries."""
-        return self._data - self._data // _COPIED_BY_LOAD + _status("RssFile") if self.is_forked else 0
+    def estimate(self) -> None:
+        """Use a lower bound until the first count, which would take 7 to 12 ms of each swap. It is for a process that
+        has mapped no weights: all its mapped files are libraries."""
+        if self.is_forked:
+            self._shared = self._data - self._data // _COPIED_BY_LOAD, _status("RssFile")
 
     def data(self) -> int:
         """Those of `bytes` that this process would copy by writing to them."""
@@ -191,10 +194,11 @@ class Inheritance:
 
     @contextmanager
     def last_count(self) -> Iterator[None]:
-        """Take all figures inside the block from the last count, or from one that another thread is making. The first
-        request of a swap would wait for a new one. Library pages used since then count as memory of this process."""
+        """Take all figures inside the block from the last count or estimate, or from a count that another thread is
+        making. The first request of a swap would wait for a new one. Library pages used since then count as memory of
+        this process."""
         with self._lock:
-            self._keeps_count = math.isfinite(self._counted_at)
+            self._keeps_count = any(self._shared)
         try:
             yield
         finally:

@@ -208,7 +208,6 @@ class StepLoop:
 
     def _loop(self) -> None:
         torch.set_num_threads(self._threads())
-        memory.inheritance.bytes()  # counted here while the main thread starts the server
         due = time.monotonic() + self._interval  # `Ready` has the figures of now
         while not self._closing:
             if time.monotonic() >= due:
