@@ -106,17 +106,17 @@ def test_an_estimate_serves_until_the_first_count() -> None:
     assert forked(look, ours[:0], count=difference) > 12 * MIB
 
 
-def test_the_first_half_of_a_library_is_counted_as_half(tmp_path: Path) -> None:
-    (tmp_path / "library").write_bytes(bytes(4 * MIB))
-    with (
-        (tmp_path / "library").open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area,
-    ):
-        assert not any(area[:: mmap.PAGESIZE])
+@pytest.mark.parametrize(("name", "is_shared"), [("library", True), ("model.safetensors", False)])
+def test_the_first_half_of_a_library_is_counted_as_half_and_that_of_weights_not(
+    tmp_path: Path, name: str, is_shared: bool
+) -> None:
+    (tmp_path / name).write_bytes(bytes(4 * MIB))
+    with (tmp_path / name).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
+        assert not is_shared or not any(area[:: mmap.PAGESIZE])
         look = Inheritance()
         look.survey()
         nothing, half = (forked(look, torch.empty(0), area, read) for read in (0, 2 * MIB))
-    assert half - nothing == pytest.approx(2 * MIB, abs=MIB // 4)
+    assert half - nothing == pytest.approx(2 * MIB * is_shared, abs=MIB // 4)
 
 
 def test_the_last_count_serves_where_no_request_may_wait_for_another() -> None:

@@ -134,17 +134,21 @@ class Inheritance:
         self._lock = threading.Lock()
 
     def survey(self) -> None:
-        """In the parent before it forks: find the areas that children share. Does nothing without /proc/self/smaps."""
+        """In the parent before it forks: find the areas that children share. Does nothing without /proc/self/smaps.
+
+        Weights of a prebuilt model are not among them: the parent has mapped them without reading them, so their pages
+        are memory of the worker that reads them.
+        """
         self._ranges, self._data = [], 0
         begin = end = 0
-        is_file = False
+        is_file = is_weights = False
         with suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as areas:
             for line in areas:
                 first, _, rest = line.partition(" ")
                 if not first.endswith(":"):
                     begin, end = (int(address, 16) // mmap.PAGESIZE for address in first.split("-"))
-                    is_file = rest.split()[3] != "0"  # the inode
-                elif first == "Rss:" and (is_file or int(rest.split()[0])):
+                    is_file, is_weights = rest.split()[3] != "0", ".safetensors" in rest  # the inode, and the path
+                elif first == "Rss:" and not is_weights and (is_file or int(rest.split()[0])):
                     if self._ranges and self._ranges[-1][1] == begin:  # 900 areas are 60 ranges
                         begin = self._ranges.pop()[0]
                     self._ranges.append((begin, end))
