@@ -58,6 +58,14 @@ PREPARED = READ | {"offline", "hf-token", "state-dir"}
 DOWNLOADED = PREPARED | {"model", "model-names", "hf-repo", "prepare"}
 # Decides only whether the min-residency of a preset is valid: `check` shows it, the commands for one model accept it.
 VALIDATES = frozenset({"swap-patience"})
+# Commands of other programs, and what to use instead.
+_INSTEAD = {
+    "list": "Use `router ps --all`.",
+    "load": "The first request for a model loads it, and so does POST /models/load of the running router.",
+    "pull": "Use `router download`.",
+    "stop": "Send POST /models/unload to the running router.",
+    "unload": "Send POST /models/unload to the running router.",
+}
 DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
 EVERYDAY = (
     "model", "hf-repo", "models-preset", "models-dir", "demo", "models-memory-margin", "models-max", "host", "port",
@@ -95,9 +103,13 @@ class _Router(_Command, click.Group):
         name = args[0]
         if name in self.commands:
             return super().resolve_command(ctx, args)
-        near = "" if "/" in name or Path(name).exists() else nearest(name, self.commands, cutoff=0.7)
-        if near:
-            raise click.UsageError(f"{shown(name)} is no command and no model. Did you mean {near}?", ctx)
+        if "/" not in name and not Path(name).exists():
+            near = nearest(name, self.commands, cutoff=0.7)
+            hint = _INSTEAD.get(name) or (f"Did you mean {near}?" if near else "")
+            # The help of `serve` for an unknown word would look as if there were such a command.
+            asks = name.isalnum() and bool({"-h", "--help"} & set(args))
+            if hint or asks:
+                raise click.UsageError(f"{shown(name)} is no command and no model. {hint}".rstrip(), ctx)
         return "serve", self.commands["serve"], args
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
