@@ -106,7 +106,7 @@ def _log_event(event: Event) -> None:
             why = f" reason={data['reason']}" if "reason" in data else ""
             log.info("%s#%s weights %s %s%s", event.model, data["id"], data["state"], size(data["bytes"]), why)
         case "config_refused":
-            log.error("presets not reloaded, the old ones still are: %s", "; ".join(data["errors"]))
+            log.error("presets not reloaded, the old ones still apply: %s", "; ".join(data["errors"]))
         case "config":
             log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
 

@@ -29,7 +29,7 @@ from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
-from router.errors import ApiError, ConfigError, RouterError
+from router.errors import ApiError, ConfigError, PresetInvalid, RouterError
 from router.events import EventLog
 from router.fleet.fleet import Fleet
 from router.http import listen
@@ -362,8 +362,8 @@ async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[
         try:
             for warning in (await reload())["warnings"]:
                 log.warning("%s", warning)
-        except ApiError as error:
-            log.error("not reloaded: %s", error.message)
+        except PresetInvalid:
+            pass  # its event `config_refused` is logged
         except Exception:
             log.exception("not reloaded: the router failed")
 

@@ -182,6 +182,7 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
         keys.chmod(0o644)
         up.process.send_signal(signal.SIGHUP)
         await up.says("other users may read it")
+        assert len([line for line in up.log if "ctx-sise" in line]) == 1, "one failed reload is one line"
         response = await up.client.post("/router/reload")
         assert error_of(response) == (500, "preset_invalid")
         assert "chmod 600" in response.json()["error"]["errors"][0]["message"]
