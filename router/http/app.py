@@ -260,6 +260,7 @@ def not_found(path: str) -> str:
     if len(path) > MAX_SUGGESTED:
         return "File Not Found"
     near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
+    near = near or next((known for known in _PATHS if known.endswith(path)), "")  # /load for /models/load
     hint = f"did you mean {near}?" if near else "GET /openapi.json lists what is"
     return f"File Not Found: {path} is no path of this server; {hint}"
 

@@ -383,6 +383,8 @@ _DECLARATIONS: tuple[Route, ...] = (
           errors=(501,), instead=_UNSTORED),
     Route("GET", "/v1/responses/{id}/input_items", Dialect.RESPONSES, "not_offered", "about.not_offered",
           errors=(501,), instead=_UNSTORED),
+    Route("POST", "/v1/responses/compact", Dialect.RESPONSES, "not_offered", "about.not_offered",
+          errors=(501,), instead="POST /v1/responses with a shorter `input`: this server compacts no conversation"),
     Route("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES, "not_offered", "about.not_offered",
           errors=(501,), instead="a closed connection: a response ends with it"),
     Route("GET", "/tokenizer_info", Dialect.OPENAI, "not_offered", "about.not_offered",
