@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from worker.errors import RequestError
 from worker.interface import Delta, Engine, GenerationRequest
 
-MAX_CONCURRENT = 64  # generations of one request in the engine: a long list of prompts must not fill its queue alone
+MAX_CONCURRENT = 64  # choices of one request in the engine: a long list of prompts must not fill its queue alone
 
 Batch = list[tuple[int, Delta]]  # deltas in order of arrival, each with the number of its generation
 
@@ -16,12 +16,14 @@ class MergedDeltas:
     """The merged output of several generations, for one reader: `async with MergedDeltas(...) as deltas`. Leaving the
     block cancels unfinished generations."""
 
-    def __init__(self, engine: Engine, generations: Sequence[GenerationRequest]):
+    def __init__(self, engine: Engine, generations: Sequence[GenerationRequest], *, room: int = MAX_CONCURRENT):
+        """`room`: choices that the engine admits. More at once would be rejected, and again whenever they are sent."""
         self._engine = engine
         self._generations = generations
         # Unbounded: a slow client must not block the engine. The context length bounds the output.
         self._arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-        self._places = asyncio.Semaphore(MAX_CONCURRENT)
+        choices = max((generation.n for generation in generations), default=1)
+        self._places = asyncio.Semaphore(max(1, min(room, MAX_CONCURRENT) // choices))
         self._tasks: list[asyncio.Task[None]] = []
         self._open = len(generations)
         self._error: BaseException | None = None

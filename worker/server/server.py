@@ -301,7 +301,9 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _deltas(self, call: GenerationCall) -> AsyncIterator[MergedDeltas]:
-        async with MergedDeltas(self._model.engine, call.generations) as deltas:
+        options = self._model.options
+        room = options.parallel + options.queue_size
+        async with MergedDeltas(self._model.engine, call.generations, room=room) as deltas:
             self._running.add(deltas)
             try:
                 yield deltas

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,16 @@ async def test_a_long_list_of_prompts_enters_the_engine_in_parts() -> None:
         while batch := await deltas.next_batch():
             ended += sum(delta.finish is not None for _, delta in batch)
     assert (ended, engine.most) == (MAX_CONCURRENT * 2, MAX_CONCURRENT)
+
+
+@pytest.mark.parametrize(("n", "room", "most"), [(1, 5, 5), (2, 1000, 32), (24, 1000, 2), (128, 1000, 1), (128, 5, 1)])
+async def test_a_list_of_prompts_enters_the_engine_in_parts_that_its_queue_admits(n: int, room: int, most: int) -> None:
+    engine = Counting(serving.tokenizer())
+    several = [replace(generation, n=n) for generation in generations(40)]
+    async with MergedDeltas(engine, several, room=room) as deltas:
+        while await deltas.next_batch():
+            pass
+    assert engine.most == most
 
 
 async def test_a_failure_from_outside_ends_the_wait() -> None:
