@@ -139,6 +139,7 @@ async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersE
         (Grammar("gbnf", 'root ::= ("yes" | "no") " " digit+ "."\ndigit ::= [0-9]'), r"(yes|no) [0-9]+\."),
         (Grammar("gbnf", r'root ::= "\u00e9" [\u0041-\u0043] "\U0001F98A\\u"'), r"é[A-C]🦊\\u"),
         (Grammar("gbnf", 'root ::= start\nstart ::= [a-b&&~~]{3} # start'), "[ab&~]{3}"),
+        (Grammar("gbnf", 'root ::= ([a-b]{2}) {2} (")"+ )? (x?)* "."\nx ::= ("c"{2}){1,2}'), r"[ab]{4}\)*(cc)*\."),
         (schema({"type": "object"}), r"\{(?s:.*)\}"),
     ],
 )  # fmt: skip

@@ -27,6 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,7 @@ _COUNTED = re.compile(r"[{~]\s*\d")
 _GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 # A literal, a class, a comment or a name of a grammar in GBNF; and an escape in a literal or class.
 _GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)
+_GBNF_TOKEN = re.compile(_GBNF_PART.pattern + "|[()*+?{}]", re.DOTALL)
 _CODE_POINT = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _CONVERTED = "Failed to convert the grammar from GBNF to Lark: "
 
@@ -523,7 +525,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
         case "gbnf":
             is_gbnf = _GBNF_ROOT.search(grammar.text)  # the fields for it also take Lark, as in vLLM
-            return grammar_from("gbnf", _GBNF_PART.sub(_plain_gbnf, grammar.text) if is_gbnf else grammar.text)
+            text = _kept_groups(_GBNF_PART.sub(_plain_gbnf, grammar.text)) if is_gbnf else grammar.text
+            return grammar_from("gbnf", text)
         case "choice":
             return grammar_from("choice", grammar.text)
 
@@ -539,6 +542,24 @@ def _plain_gbnf(part: re.Match[str]) -> str:
     if text[0] == "[":
         return text.replace("&", r"\x26").replace("~", r"\x7e")
     return "start-rule" if text == "start" else text
+
+
+def _kept_groups(text: str) -> str:
+    """A grammar in GBNF whose repeated groups keep their parentheses.
+
+    llguidance 1.9 drops those around one item, so that ([a-z]+)? would have two repetitions side by side. An empty
+    literal makes it two items.
+    """
+    parts, opened, begins = list(_GBNF_TOKEN.finditer(text)), [], []
+    for before, part, after in zip(parts, parts[1:], parts[2:], strict=False):
+        if part[0] == "(":
+            opened.append(part.end())
+        elif part[0] == ")" and opened:
+            begin = opened.pop()
+            if before[0] in "*+?})" and after[0] in "*+?{":
+                begins.append(begin)
+    pieces = [text[begin:end] for begin, end in pairwise([0, *sorted(begins), len(text)])]
+    return '"" '.join(pieces)
 
 
 def _code_point(escape: re.Match[str]) -> str:
