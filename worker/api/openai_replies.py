@@ -57,9 +57,10 @@ class _ChatMessage:
         return [self._delta(part) for part in shown], reasoning_tokens
 
     def message(self) -> Json:
-        """Return the complete message."""
+        """Return the complete message. `refusal` is null: OpenAI's schema requires it."""
         content = "".join(self._content)
-        message: Json = {"role": "assistant", "content": None if self._calls and not content else content}
+        shown = None if self._calls and not content else content
+        message: Json = {"role": "assistant", "content": shown, "refusal": None}
         if self._reasoning:
             message |= _reasoning("".join(self._reasoning))
         if self._calls:
@@ -228,7 +229,7 @@ class ChatWriter(_OpenAiWriter):
         return self._chunk(choice, **further)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
-        return {"content": logprob_entries(entries, self._logprob_settings)}
+        return {"content": logprob_entries(entries, self._logprob_settings), "refusal": None}
 
 
 def logprob_entries(entries: Sequence[TokenLogprob], logprob_settings: LogprobOptions) -> list[Json]:

@@ -430,7 +430,7 @@ async def test_the_answer_of_a_chat_has_the_format_of_the_api() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "0 G"},
+                "message": {"role": "assistant", "content": "0 G", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
@@ -591,7 +591,9 @@ async def test_logprobs_hold_bytes_and_no_infinity() -> None:
     made = model()
     body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 4}
     answer = await whole(await openai.chat(body, made), made.engine)
-    entries = answer["choices"][0]["logprobs"]["content"]
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["refusal"] is None  # a member that OpenAI's schema requires
+    entries = logprobs["content"]
     assert [entry["token"] for entry in entries] == [
         "0",
         " G",

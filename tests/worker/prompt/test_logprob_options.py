@@ -166,7 +166,7 @@ async def test_reasoning_is_left_out_on_request() -> None:
     path, body = "/v1/chat/completions", {**CHAT, "include_reasoning": False, "stream_options": {"include_usage": True}}
     async with serving(Speaking("They ask.</think>\n\nLet me look."), chat_template=THINKING) as world:
         _, headers, answer = await world.post(path, {**CHAT, "include_reasoning": False})
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Let me look."}
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
         assert "X-Ignored-Fields" not in headers
         received = chunks(await world.stream(path, body))

@@ -264,7 +264,7 @@ EMBEDDINGS: Body = {
 
 _TOP: dict[str, Schema] = {"token": TEXT, "logprob": or_null(NUMBER), "bytes": several(COUNT)}
 TOKEN_LOGPROBS = several(shape({**_TOP, "top_logprobs": several(shape(_TOP))}))
-_LOGPROBS = or_null(shape({"content": TOKEN_LOGPROBS}))
+_LOGPROBS = or_null(shape({"content": TOKEN_LOGPROBS, "refusal": NULL}))
 _LEGACY_LOGPROBS = shape(
     {
         "tokens": several(TEXT),
@@ -282,7 +282,7 @@ _CALL: dict[str, Schema] = {
     "function": shape({"name": TEXT, "arguments": TEXT}),
 }
 _REPLY = shape(
-    {"role": const("assistant"), "content": or_null(TEXT)},
+    {"role": const("assistant"), "content": or_null(TEXT), "refusal": NULL},
     {**members(TEXT, "reasoning_content", "reasoning"), "tool_calls": several(shape(_CALL))},
 )
 _DELTA: dict[str, Schema] = {
