@@ -210,13 +210,16 @@ def _part(where: str, part: Any, fields: BodyFields, no_vision: str) -> str | En
 
 
 def _tools(fields: BodyFields) -> list[Json]:
+    """Return the functions in the format of chats. Tools of other types are reported as ignored."""
     tools = []
     for index, tool in enumerate(fields.sequence("tools") or ()):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             raise InvalidValue(f"{where} must be an object with a type", param=where)
         if tool["type"] != "function":
-            raise UnsupportedField(f"{where}: hosted tools are not supported; define functions", param=where)
+            # Codex sends hosted tools with every request and works without them. llama-server skips them as well.
+            fields.mark_unused(f"tools[{tool['type']}]")
+            continue
         if not isinstance(tool.get("name"), str):
             raise InvalidValue(f"{where}.name must be a string", param=f"{where}.name")
         known = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}

@@ -238,7 +238,7 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
         ({"previous_response_id": "resp_1"}, "requests are stateless"),
         ({"conversation": "conv_1"}, "requests are stateless"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "hosted tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed}, "tool_choice"),
         ({"input": [image]}, "takes text, not images"),
@@ -250,6 +250,21 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
                 await client.responses.create(**HI, extra_body=wrong)
         assert world.engine.requests == []
         await client.responses.create(**HI, store=False, truncation="disabled")
+
+
+async def test_tools_that_are_no_functions_are_reported_as_ignored() -> None:
+    grouped: dict[str, Any] = {"type": "namespace", "name": "agents", "tools": [{**WEATHER, "name": "spawn"}]}
+    engine = Speaking(SAID)
+    async with serving(engine, chat_template=THINKING) as world:
+        sent = {**HI, "tools": [WEATHER, grouped, {"type": "web_search"}, {"type": "custom", "name": "patch"}]}
+        status, headers, body = await world.post("/v1/responses", sent)
+        assert status == 200
+        assert (
+            headers["X-Ignored-Fields"] == "tools[namespace],tools[web_search],tools[custom],tools[].name,tools[].tools"
+        )
+        assert [tool["name"] for tool in body["tools"]] == ["weather"]
+        assert ("weather" in engine.prompt(), "spawn" in engine.prompt()) == (True, False)
+        assert "function_call" in [item["type"] for item in body["output"]]
 
 
 async def test_a_request_to_store_the_response_is_reported_as_ignored() -> None:

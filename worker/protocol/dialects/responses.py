@@ -48,6 +48,7 @@ from worker.protocol.schema import (
 )
 
 _FUNCTION = tagged("function", {"name": TEXT, **members(ANYTHING, "description", "parameters", "strict")})
+_OTHER_TOOL = described({"type": TEXT}, about="Another type, such as a hosted tool, is reported as ignored.")
 _STATELESS = "Nothing is kept between requests."
 _TEXT_PART = described(
     {
@@ -104,7 +105,7 @@ RESPONSES: Body = {
     "instructions": text(),
     "max_output_tokens": integer(1),
     **tuning("temperature", "top_p"),
-    "tools": array(_FUNCTION, most=MAX_TOOLS),
+    "tools": array(any_of(_FUNCTION, _OTHER_TOOL), most=MAX_TOOLS),
     "tool_choice": any_of(
         enum(None, "none", "auto", "required"),
         tagged("function", {"name": TEXT}),
