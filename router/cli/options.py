@@ -8,7 +8,6 @@ import click
 
 from router.config import preset_keys, settings
 from router.config.option_types import Flag, Integer, Names, OneOf, Seconds, Strings
-from router.config.preset_keys import MeaninglessOption
 from router.config.presets import DEFAULTS, KEYS, PresetKey
 from router.config.settings import Option, Settings
 
@@ -42,8 +41,7 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         parameter = f"m_{number}"
         is_short = len(name) <= 5 or name == "ncmoed"  # llama-server: -np, -ngl
         dashes = ["-"] if len(name) == 1 else ["--", "-"] if is_short else ["--"]
-        is_flag = isinstance(word, MeaninglessOption) and word.is_flag
-        is_flag = is_flag or (preset_keys.find(name) or preset_keys.Spelling(word, name)).is_flag
+        is_flag = preset_keys.Spelling(word, name).is_flag
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]

@@ -15,7 +15,7 @@ import click
 from router.config import ini, preset_keys, rope_scaling, serving_properties, vllm_objects
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
-from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
+from router.config.preset_keys import ForeignOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
 from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE, variable_text
 
@@ -274,7 +274,7 @@ class SettingReader:
             self._unknown(written, place)
             return
         word = spelling.word
-        if isinstance(word, MeaninglessOption):
+        if isinstance(word, ForeignOption) and not word.is_refused:
             self._ignore(word, spelling, written, text, place)
             return
         try:
@@ -282,7 +282,7 @@ class SettingReader:
         except click.BadParameter as error:
             self._fault(place, word.name, error.message)
             return
-        if isinstance(word, RefusedOption):
+        if isinstance(word, ForeignOption):
             for value in word.values(text):
                 if meant := word.means.get(value.lower()):
                     yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
@@ -303,14 +303,14 @@ class SettingReader:
         else:
             yield spelling, text
 
-    def _ignore(self, word: MeaninglessOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
+    def _ignore(self, word: ForeignOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
         """Record an option without a meaning here, unless its value changes nothing. `finish` warns about it."""
         with contextlib.suppress(click.BadParameter):  # it has no effect with any value
             text = spelling.text(text)
         if word.accepts(text):
             return
         message = f'"{written.lstrip("-")}" {word.message}' if place.line else word.message  # else it names the option
-        self._have_no_effect(word.name if place.line else written, place, message)  # several variables may mean one
+        self._have_no_effect(spelling.name if place.line else written, place, message)  # several variables may mean one
 
     def _have_no_effect(self, name: str, place: Problem, message: str) -> None:
         """Record that `name` has no effect; an error with --strict-presets."""
@@ -457,7 +457,7 @@ class SettingReader:
         report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
 
 
-def _not_offered(word: RefusedOption, place: Problem, text: str) -> str:
+def _not_offered(word: ForeignOption, place: Problem, text: str) -> str:
     """The message for an option that is not offered, with its value if other values are accepted."""
     if (word.neutral or word.means) and not (word.is_flag and place.file.startswith("-")):  # a flag has no value
         return f"{place.key}: {shown(text)} {word.message}" if place.line else f"{shown(text)} {word.message}"
