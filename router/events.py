@@ -23,7 +23,7 @@ class Event:
         state, progress, estimate, back_off, oversized   of a worker and its load
         plan, refused                                    a decision and its figures; rejected requests
         waited, request                                  a request got its worker; it ended
-        converted, read_ahead, sleeping_weights          of files
+        converted, prefetch, sleeping_weights            of files
         config, config_refused, listed, removed          of the list of models
         shutdown
     """

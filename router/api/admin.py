@@ -58,7 +58,7 @@ def _state(registry: Registry) -> dict[str, Any]:
             for worker in fleet.workers()
         ],
         "sleeping": [
-            {"model": sleeping.preset.id, "bytes": sleeping.request.size, "held": sleeping.is_locked}
+            {"model": sleeping.preset.id, "bytes": sleeping.request.size, "locked": sleeping.is_locked}
             for sleeping in fleet.sleeping_weights.all.values()
         ],
         "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.converted.items()],

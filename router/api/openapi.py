@@ -30,7 +30,7 @@ _PARAMETERS: Mapping[str, str] = {
     "limit": "Entries of one page, at most 100.",
     "next_page_token": "The nextPageToken of the previous page.",
     "url": "org/name[:revision] on the hub, or a folder inside --models-dir or the hub cache.",
-    "model_version": "Not offered; register versions under different names.",
+    "model_version": "Version of the model, which is the model NAME:VERSION or a revision on the hub.",
     "engine": "Python or MPI; no effect.",
     "device": "cpu, or an accelerator such as gpu0.",
     "job_queue_size": "Largest number of waiting requests.",

@@ -12,7 +12,7 @@ from typing import Any
 URL = "http://127.0.0.1:8080"
 SOCKET_URL = "http://router"  # for requests through a socket file; the host has no meaning
 TIMEOUT = 10.0
-_HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "KV TOKENS", "KV MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
+_HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "KV TOKENS", "KV MiB", "ACTIVE", "QUEUE", "LOAD", "STAGES")
 
 
 class _SocketConnection(HTTPConnection):
@@ -93,11 +93,11 @@ def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bo
             rows.append(_row(model["id"], status))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [_why_not(model["id"], model["status"], now) for model in models if "error" in model["status"]]
+    lines += [_failure_line(model["id"], model["status"], now) for model in models if "error" in model["status"]]
     return "\n".join(lines)
 
 
-def _why_not(id: str, status: Mapping[str, Any], now: float) -> str:
+def _failure_line(id: str, status: Mapping[str, Any], now: float) -> str:
     """The reason why a model failed, and the time of its next attempt."""
     left, why = status["retry_at"] - now, " ".join(status["error"].split()).removeprefix(f"{id}: ")
     return f"{id}: {why} (next attempt {f'in {left:.0f} s' if left > 0 else 'with its next request'})"

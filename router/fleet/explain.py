@@ -121,7 +121,7 @@ def preview(
         "ahead": [other.model for other in sorted(before, key=queue_order) if other.id in found.waits],
         "evict": evict,
         "waits_for": [names.get(id, "") for id in wait.on],
-        "later": [names.get(id, "") for id in wait.victims],
+        "victims": [names.get(id, "") for id in wait.victims],
         "keep": {names.get(id, ""): why for id, why in keep_reasons(wait, found, inputs.residents, inputs.now).items()},
         "shortage": shortages(wait.shortage, inputs),
         "refine": demand.id in found.refine,

@@ -188,7 +188,7 @@ async def _prefetching(worker: Worker, fleet: Fleet) -> AsyncIterator[None]:
             log.warning("%s: prefetch of its files failed: %s", worker, failed)
             return
         seconds = round(fleet.now() - began, 3)
-        fleet.events.append("read_ahead", worker.preset.id, worker=worker.id, bytes=size, seconds=seconds)
+        fleet.events.append("prefetch", worker.preset.id, worker=worker.id, bytes=size, seconds=seconds)
 
     async with tasks_of(prefetch()):
         yield

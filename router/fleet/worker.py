@@ -449,7 +449,7 @@ def figures(worker: Worker) -> dict[str, Any]:
         "leases": len(worker.leases),
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
-        "later": worker.expected_growth,
+        "expected_growth": worker.expected_growth,
         "headroom": worker.headroom,
         "retired": worker.retired,
     }

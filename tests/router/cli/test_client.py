@@ -64,7 +64,7 @@ def test_models_are_shown_with_their_memory_and_the_stages_of_their_loads() -> N
     ).splitlines()
     assert [line.split() for line in lines] == [
         ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "KV", "TOKENS", "KV", "MiB", "ACTIVE", "QUEUE", "LOAD",
-         "WHERE", "IT", "WENT"],
+         "STAGES"],
         ["one", "loaded", "(draining)", "cpu", "90/80", "3072", "(2048..8192)", "96", "(64..256)", "2", "0",
          "0.27", "s", "fork", "0.02", "early_start", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
         ["two", "sleeping", "cpu", "70/-", "-", "-", "0", "0", "-", "-"],

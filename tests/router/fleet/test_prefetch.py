@@ -29,7 +29,7 @@ async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     await world.ask("b")
     await world.ask("c")
     assert world.entries("read ", "stopped a", "start c") == ["read c", "stopped a", "start c"]
-    [event] = world.events_of("read_ahead")
+    [event] = world.events_of("prefetch")
     assert (event.model, event.data["bytes"]) == ("c", FILES)
 
 
