@@ -210,11 +210,11 @@ async def _running(
 ) -> dict[str, Any]:
     _, meta, _ = await registry.snapshots.describe(listed.preset)
     expires = resident_of(worker).expires
-    leaves = _moment(wall_clock(registry.fleet, expires)) if expires is not None else NEVER.isoformat()
+    expires_at = _moment(wall_clock(registry.fleet, expires)) if expires is not None else NEVER.isoformat()
     return {
         "size": sum(size for device, size in sizes.items() if device.index >= -1),
         "size_vram": sum(size for device, size in sizes.items() if device.index >= 0),
-        "expires_at": leaves,
+        "expires_at": expires_at,
         "context_length": meta.get("n_ctx", 0),
     }
 

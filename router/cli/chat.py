@@ -35,7 +35,7 @@ def run(model: str, options: Sequence[str], url: str, key: str) -> int:
         _client(url) if name else _started(model, options) as http,
         contextlib.suppress(EOFError),
     ):
-        http.timeout = httpx.Timeout(None)  # a load takes what it takes, and Ctrl-C ends it
+        http.timeout = httpx.Timeout(None)  # a load has no time limit here, and Ctrl-C ends the wait
         http.headers.update({"Authorization": f"Bearer {key}"} if key else {})
         place = f" at {url}" if name else ""
         name = name or _first(http, model)

@@ -192,8 +192,8 @@ def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: boo
 
 
 def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list[str]]:
-    """Return a message for each model with files on this machine that no empty device holds, and the warnings of all
-    models.
+    """Return a message for each model with files on this machine that does not fit on empty devices, and the warnings
+    of all models.
 
     A preset that changes config.json is estimated by the worker program, which has the classes of configurations, and
     its errors are messages, too. Other models without an estimate are left out.

@@ -254,7 +254,7 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 @click.option(
     "--memory",
     is_flag=True,
-    help="Estimate each model whose files are here, and report those that not even an empty device holds, with the"
+    help="Estimate each model whose files are here, and report those that do not fit on an empty device, with the"
     " settings that would fit. Exits with 4 if there is one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -298,8 +298,8 @@ def check(
     cls=_Command,
     params=[click.Argument(["model"]), *command_params(only=WEIGHED, hidden=VALIDATES)],
     help="Estimate the memory of a model by segment and device, without a server. MODEL is a name from the presets,"
-    " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
-    " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
+    " a folder, or a repository of the hub, of which only headers are read. Preset keys may be given as options, as in"
+    " --ctx-size 32768. Exits with 4 if the model does not fit on an empty device.",
     short_help="Estimate the memory of a model, without a server.",
 )
 @click.option(

@@ -180,7 +180,7 @@ class OneOf(Kind, click.Choice[str]):
 
 
 class LastOf(OneOf):
-    """Several of `values`, separated by commas, of which the last one in `values` holds."""
+    """A list of `values`, separated by commas. The one that comes last in `values` applies."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         found = {super(LastOf, self).convert(item, param, ctx) for item in value.split(",")}

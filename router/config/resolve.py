@@ -30,7 +30,7 @@ SOURCES = {"model", "hf-repo"}  # keys that name the model
 _IS_NO_PATH = re.compile("demo:|[A-Za-z0-9+]+://")  # at the start of a value of `model`
 _DOWNLOADED = re.compile("/models--[^/]+/snapshots/")  # in the path of a folder of the hub cache
 REGISTERED = "registered"  # file name in problems and origins of models that an API call has registered
-# Values of RoPE keys that change nothing: llama-server's and EricLLM's defaults. 0 and -1 by default.
+# Values of RoPE keys that change nothing: llama-server's and EricLLM's defaults. Of keys not listed: 0 and -1.
 _NEUTRAL_ROPE: Mapping[str, tuple[float | str, ...]] = {
     "rope-scaling": ("",), "rope-scale": (1,), "rope-freq-scale": (0, 1), "alpha-value": (1,),
     "yarn-attn-factor": (0, -1, 1), "yarn-beta-slow": (0, -1, 1), "yarn-beta-fast": (0, -1, 32),
@@ -110,13 +110,13 @@ class _Resolution:
         self._collector.problems += document.problems
         self._sections = [section.name for section in document.sections]
         named = (*chosen, *(section.name for section in added))
-        under, own_under = _own_apart(self._reader.environment(named=len(named)))
-        over, own_over = _own_apart(self._reader.flags(flags, named=len(named)))
+        variables, own_variables = _own_apart(self._reader.environment(named=len(named)))
+        options, own_options = _own_apart(self._reader.flags(flags, named=len(named)))
         star: Layer = {}
         for section in document.sections:
             if section.name == "*":
                 star |= self._reader.section(section, STAR)
-        general = under | star
+        general = variables | star
         known = {name.casefold() for name in (*self._sections, *named)}
         presets: dict[str, Preset] = {}
         layers: dict[str, Layer] = {}
@@ -127,9 +127,9 @@ class _Resolution:
             if section.name in chosen:
                 own |= self._reader.section(chosen[section.name], OWN)
             if section.name in named:
-                settings = self._layered(section.name, own_under | general, own, over | own_over, found)
+                settings = self._layered(section.name, own_variables | general, own, options | own_options, found)
             else:
-                settings = self._layered(section.name, general, own, over, found)
+                settings = self._layered(section.name, general, own, options, found)
             preset = self._preset(section, settings, found)
             if preset is not None:
                 if section in added and preset.aliases and preset.aliases[0].casefold() not in known:
@@ -141,7 +141,7 @@ class _Resolution:
         self._check_aliases(presets, layers)
         presets |= _short_names(presets, [section.name for section in added])
         for entry in self._unconfigured(found, presets):
-            preset = self._listed(entry, general, over)
+            preset = self._listed(entry, general, options)
             if preset is not None:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
@@ -149,24 +149,25 @@ class _Resolution:
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings, named)
 
-    def _listed(self, entry: FoundModel, general: Layer, over: Layer) -> Preset | None:
+    def _listed(self, entry: FoundModel, general: Layer, options: Layer) -> Preset | None:
         """The preset of a model on disk without a section; None, with a warning, if its serving.properties is invalid.
 
         Such a file may have come with the model. It does not stop the start of the others.
         """
         file, before = f"{entry.path}/{serving_properties.FILE}", len(self._collector.problems)
-        settings = self._layered(entry.id, general, {}, over, [entry])
+        settings = self._layered(entry.id, general, {}, options, [entry])
         if not self._reader.strict and self._collector.demote(file, before):
             return None
         preset = self._preset(ini.Section(entry.id, 0), settings, [entry])
         return None if not self._reader.strict and self._collector.demote(file, before) else preset
 
-    def _layered(self, id: str, general: Layer, own: Layer, over: Layer, found: Sequence[FoundModel]) -> Layer:
+    def _layered(self, id: str, general: Layer, own: Layer, options: Layer, found: Sequence[FoundModel]) -> Layer:
         """All settings of a model. A serving.properties is weaker than the section that uses it, stronger than [*].
 
-        It stands in the model's folder, or `import` names it or its folder.
+        It stands in the model's folder, or `import` names it or its folder. `general`: settings of all models from
+        variables and [*]; `own`: those of the model's section; `options`: those of the command line.
         """
-        settings = general | own | over
+        settings = general | own | options
         imported, model = settings.get("import"), settings.get("model")
         folder = ""
         if imported is not None:
@@ -195,7 +196,7 @@ class _Resolution:
             lmi["model"] = Setting(folder, PROPERTIES, imported.place, "model")
         if imported is None and self._disk.kind(folder) == "snapshot":
             self._distrust(lmi, settings)
-        return general | lmi | own | over
+        return general | lmi | own | options
 
     def _distrust(self, lmi: Layer, others: Layer) -> None:
         """Drop trust-remote-code from a serving.properties that may have come with the model."""
@@ -204,8 +205,8 @@ class _Resolution:
         if trust is None or not trust.value or (allowed is not None and (allowed.value or allowed.rank > PROPERTIES)):
             return
         message = "the author of the model cannot allow its code; give --trust-remote-code or"
-        rest = "HF_MODEL_TRUST_REMOTE_CODE=true, or write import = this folder into a section"
-        self._fail(trust.place, f"{trust.place.key}: {message} {rest}")
+        remedy = "HF_MODEL_TRUST_REMOTE_CODE=true, or write import = this folder into a section"
+        self._fail(trust.place, f"{trust.place.key}: {message} {remedy}")
 
     def _preset(self, section: ini.Section, settings: Layer, found: Sequence[FoundModel]) -> Preset | None:
         place = Problem(section.file or self._file, section.line, section.name, "", "")
@@ -486,17 +487,17 @@ class _Resolution:
 
     def _unconfigured(self, found: Sequence[FoundModel], presets: Mapping[str, Preset]) -> Iterator[FoundModel]:
         """The models on disk without a section. If two have the same name, the first one counts."""
-        taken = {id.casefold() for id in presets}
+        used_ids = {id.casefold() for id in presets}
         aliases = {alias for preset in presets.values() for alias in preset.aliases}
         hidden = {preset.repo for preset in presets.values() if preset.dedup_cache_models and preset.repo}
         for entry in found:
-            if entry.id.casefold() in taken or (entry.source == "cache" and entry.repo in hidden):
+            if entry.id.casefold() in used_ids or (entry.source == "cache" and entry.repo in hidden):
                 continue
             if entry.id in aliases:
                 place = Problem(entry.path or entry.repo, 0, "", "", "")
                 self._warn(place, f'is not listed: "{entry.id}" is an alias of another model')
                 continue
-            taken.add(entry.id.casefold())
+            used_ids.add(entry.id.casefold())
             yield entry
 
 

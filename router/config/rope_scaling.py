@@ -36,8 +36,8 @@ def keys_of(text: str) -> dict[str, str]:
     if len(kinds) != 1:
         raise ValueError("the object must have one rope_type; write rope-scaling and rope-scale in its place")
     (kind,) = kinds
-    taken = set(_NUMBERS) if kind == "yarn" else {"factor"}
-    further = sorted(members.keys() - taken)
+    known = set(_NUMBERS) if kind == "yarn" else {"factor"}
+    further = sorted(members.keys() - known)
     if kind not in _KINDS or further:
         what = f"the member {shown(further[0])}" if kind in _KINDS else f"the kind {shown(kind)}"
         raise ValueError(f'no key means {what}; write config-override = {{"rope_scaling": THE OBJECT}}')

@@ -215,7 +215,7 @@ class Listener:
             self.loop.add_reader(sock.fileno(), self._accept, sock)
 
     def left(self, client: object) -> None:
-        """Count a client no longer: its connection is lost."""
+        """Stop counting a client whose connection is lost, and accept a waiting one in its place."""
         self.clients.discard(client)
         if not self._accepts and self._retry is None and len(self.clients) < self.most:
             self._resume()

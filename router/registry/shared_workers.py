@@ -231,7 +231,7 @@ class SharedWorkers:
             if unchanged:
                 new_models[max(unchanged, key=lambda id: unchanged[id])] = model
         moving = {id: model for id, model in new_models.items() if model.preset.id != id}
-        # All old ids go before new ones are set: two models may exchange their ids.
+        # Remove all old ids before setting new ones: two models may exchange their ids.
         for model in moving.values():
             del models[model.preset.id]
         for id in [id for id in moving if id in models]:

@@ -30,7 +30,8 @@ from worker.interface import PromptImages
 
 @dataclass(frozen=True, slots=True)
 class _DecoderPart:
-    """A segment in the decoder's own count: `tokens` after the first `start` columns of its row."""
+    """A segment in columns of the decoder: `tokens` follow the first `start` columns of its row. With an encoder,
+    columns differ from positions in the sequence."""
 
     segment: Segment
     start: int
