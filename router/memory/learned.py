@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ DECAY = 0.25  # part of the difference by which a learned figure falls with a lo
 RAISE = 1.15  # factor for a figure whose worker ran out of memory
 MOST_RECORDS = 1000  # of each kind; the one written longest ago is dropped
 MOST_SECONDS = 5  # load times kept of one model
+MAX_FILE_BYTES = 16 << 20  # a larger file is invalid; MOST_RECORDS of each kind take about 1 MiB
 MOST_BYTES = 1 << 60  # a larger figure is invalid
 # A learned figure counts up to this factor of the estimate without it, and this many bytes more. Both are guesses.
 MAX_FACTOR, MAX_EXTRA_BYTES = 1.5, 256 << 20
@@ -320,7 +322,7 @@ class LearnedEstimates:
         """Read the file. What is damaged is ignored, with one warning for each content of the file."""
         stamp = _stamp(self._path)
         try:
-            records, ignored = _parse(self._path.read_bytes())
+            records, ignored = _parse(_content(self._path))
         except FileNotFoundError:
             return _empty()
         except (OSError, ValueError, RecursionError) as error:
@@ -425,6 +427,18 @@ def _decayed(before: int, measured: int) -> int:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a regular file. Opening a named pipe, or reading a device, might never end.
+
+    Raises OSError, ValueError.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it is no regular file of at most {MAX_FILE_BYTES >> 20} MiB")
+        return file.read(MAX_FILE_BYTES)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -174,6 +175,23 @@ def test_a_damaged_file_is_begun_anew_with_a_warning(file: Path, damage: str, ca
         assert known.learned("a") is None
         known.record("a", GUESS, [190])
     assert caplog.text.count("learning begins anew") == 1
+    assert LearnedEstimates(file).learned("a") is not None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_what_is_no_file_of_estimates_is_not_read(file: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    file.parent.mkdir()
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "device":
+            file.symlink_to("/dev/zero")
+        case _:
+            file.touch()
+            os.truncate(file, 1 << 30)
+    with caplog.at_level(logging.WARNING):
+        LearnedEstimates(file).record("a", GUESS, [190])
+    assert "no regular file of at most 16 MiB" in caplog.text
     assert LearnedEstimates(file).learned("a") is not None
 
 
