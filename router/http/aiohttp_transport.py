@@ -127,8 +127,7 @@ class AiohttpOutlet:
             self.response = whole = web.Response(status=status, headers=headers, body=data)
             if headers.get("Connection") == "close":
                 whole.force_close()  # the header alone does not close the connection
-            await whole.prepare(self._request)
-            await whole.write_eof()
+            await self.send(whole)
             return
         self.response = response = web.StreamResponse(status=status, headers=headers)
         if "Content-Length" in headers:
@@ -138,6 +137,10 @@ class AiohttpOutlet:
         await response.prepare(self._request)
         if data:
             await response.write(data)
+
+    async def send(self, whole: web.Response) -> None:
+        await whole.prepare(self._request)
+        await whole.write_eof()
 
     async def write(self, data: bytes, chunk: bytes = b"") -> None:
         assert self.response is not None

@@ -121,6 +121,8 @@ class App:
             raise PathNotFound(not_found(printable(request.path.removeprefix(self._prefix)))) from None
         except web.HTTPException as other:
             raise BadRequest(other.reason or "bad request") from None
+        if isinstance(response, web.Response):  # aiohttp would write it without a time limit
+            await self._pipeline.wait_for(incoming, outlet.send(response))
         return response.status
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -260,7 +262,8 @@ def not_found(path: str) -> str:
     if len(path) > MAX_SUGGESTED:
         return "File Not Found"
     near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
-    near = near or next((known for known in _PATHS if known.endswith(path)), "")  # /load for /models/load
+    if not near and path[1:]:
+        near = next((known for known in _PATHS if known.endswith(path)), "")  # /load for /models/load
     hint = f"did you mean {near}?" if near else "GET /openapi.json lists what is"
     return f"File Not Found: {path} is no path of this server; {hint}"
 

@@ -14,6 +14,8 @@ parses everything else.
 """
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import re
 import time
@@ -52,6 +54,8 @@ access_log = logging.getLogger("router.http.access")
 # ApiError while nothing has been sent.
 Respond = Callable[[Incoming], Awaitable[int]]
 
+LARGE_BODY = 1 << 20  # bytes of a body whose memory is given back to the system
+GIVE_BACK_DELAY = 1.0  # seconds after the end of a large body, so that several are given back together
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 _CONTROL = dict.fromkeys((*range(32), 127), "?")
@@ -92,6 +96,8 @@ class Bodies:
         self._registry = registry
         self.buffered = 0  # bytes of all bodies in memory
         self._most = most  # the limit of `buffered`; more are rejected
+        self._small = most >> 13  # 64 KiB: about what each connection may take in any case
+        self._gives_back = False  # a call of `_give_back` is scheduled
 
     async def read(self, incoming: Incoming) -> bytes:
         """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
@@ -124,7 +130,8 @@ class Bodies:
         limit = self._registry.settings.max_body_size
         if incoming.buffered > limit:
             raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
-        if self.buffered > self._most:
+        # A small body is admitted all the same: a few clients with large ones must not lock out the others.
+        if self.buffered > self._most and incoming.buffered > self._small:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
 
     def forget(self, incoming: Incoming) -> None:
@@ -135,6 +142,19 @@ class Bodies:
         """
         self.buffered -= incoming.buffered
         incoming.body = b""
+        if incoming.buffered >= LARGE_BODY and not self._gives_back:
+            self._gives_back = True
+            asyncio.get_running_loop().call_later(GIVE_BACK_DELAY, self._give_back)
+
+    def _give_back(self) -> None:
+        """Return memory of ended bodies to the system. glibc keeps the freed pieces in which they arrived."""
+        self._gives_back = False
+        asyncio.get_running_loop().run_in_executor(None, _trim_heap)
+
+
+def _trim_heap() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Pipeline:
@@ -349,12 +369,18 @@ class Pipeline:
     async def _write(self, incoming: Incoming, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Write a whole response of the router. Raises ConnectionError if the client is gone or does not read."""
         pending = incoming.outlet.begin(status, headers, body, is_whole=True)
-        if pending is None:
-            return
+        if pending is not None:
+            await self.wait_for(incoming, pending)
+
+    async def wait_for(self, incoming: Incoming, pending: Awaitable[None]) -> None:
+        """Wait for a write of the router's own response, at most `write_stall` seconds. Raises ConnectionError, after
+        aborting the connection, if the client does not read."""
         try:
             async with asyncio.timeout(self._registry.settings.write_stall or None):
                 await pending
         except TimeoutError:
+            if incoming.outlet.transport is not None:
+                incoming.outlet.transport.abort()  # close() would wait without limit for the client to read
             raise ConnectionError("the client does not read") from None
 
     def _rendered(self, incoming: Incoming, error: ApiError) -> tuple[dict[str, str], bytes]:

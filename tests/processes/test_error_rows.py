@@ -220,6 +220,25 @@ async def test_bodies_over_the_buffer_limit_get_retry_after(tmp_path: Path) -> N
         await leave(again)
 
 
+async def test_a_small_body_is_admitted_while_large_ones_take_the_whole_buffer(tmp_path: Path) -> None:
+    most, body = 8192 * 100, b'{"model":"a","x":"%b"}'
+    async with world(tmp_path, holding, most_buffered=most) as up:
+        writers = []
+        for size in (most - 20, 50, 200):
+            reader, writer = await up.connect()
+            text = body % (b"y" * (size - len(body % b"")))
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + text)
+            writers.append(writer)
+            if size == 200:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+            else:
+                async with asyncio.timeout(60):
+                    while len(up.requests) < len(writers):  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+        for writer in writers:
+            writer.transport.abort()
+
+
 @pytest.mark.slow
 async def test_a_body_that_does_not_come_is_408(tmp_path: Path) -> None:
     async with world(tmp_path, holding) as up:

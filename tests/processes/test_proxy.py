@@ -468,6 +468,19 @@ async def test_the_end_of_a_broken_stream_waits_for_its_reader_in_bounded_time(t
             writer.transport.abort()
 
 
+async def test_a_client_that_does_not_read_responses_of_the_router_is_dropped(tmp_path: Path) -> None:
+    async with world(tmp_path, send_whole, settings=Settings(write_stall=0.3)) as up:
+        writers = []
+        for path in ("/openapi.json", "/nothing"):
+            _, writer = await up.connect()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 2000)
+            writers.append(writer)
+        await until(lambda: not connections(up))
+        for writer in writers:
+            writer.transport.abort()
+
+
 def connections(up: World) -> int:
     """The number of open connections at the router's own socket."""
     return sum(str(up.socket) in line for line in Path("/proc/net/unix").read_text().splitlines()) - 1

@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.children import Child, memory, python
-from tests.processes.routers import Router
+from tests.processes.routers import DEADLINE, Router
 from worker.protocol.events import Ready
 
 MIB = 1 << 20
@@ -44,6 +44,26 @@ async def test_the_router_keeps_no_body_of_a_request_that_has_ended(up: Router) 
     for _ in range(12):
         assert (await up.client.post("/v1/completions", content=content)).status_code == 404
     assert memory(pid, "VmRSS") - before < 60 * MIB
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_router_gives_back_the_memory_of_bodies_that_never_end(up: Router) -> None:
+    pid, writers = up.process.pid, []
+    before = memory(pid, "VmRSS")
+    for _ in range(160):
+        _, writer = await asyncio.open_connection("127.0.0.1", up.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (4 * MIB))
+        writer.write(b"x" * (3 * MIB))
+        writers.append(writer)
+    for writer in writers:
+        await writer.drain()
+    while memory(pid, "VmRSS") - before < 200 * MIB:
+        await up.client.get("/health")
+    for writer in writers:
+        writer.close()
+    async with asyncio.timeout(DEADLINE):
+        while memory(pid, "VmRSS") - before > 60 * MIB:
+            await up.client.get("/health")
 
 
 @pytest.mark.slow
