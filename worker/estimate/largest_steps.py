@@ -1,12 +1,14 @@
 """The largest steps that the engine can take: the steps whose peak memory the exact estimate traces."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engines.transformers import load_encoder
@@ -232,8 +234,24 @@ def generate(runner: Runner, batch: Batch) -> None:
             sampler.likelihoods(logits[first : first + segment.logits], following, logprobs)
         first += segment.logits
         chosen.extend(range(first - 1 - len(segment.drafted), first))
-    picks = [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * len(chosen)
-    sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
+    rows = logits if len(chosen) == len(logits) else logits[chosen]
+    if not isinstance(rows, FakeTensor):
+        _sample(rows)
+        return
+    for device, size in _sampling_peaks(rows.shape, rows.dtype, rows.device).items():
+        torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _sample(logits: torch.Tensor) -> None:
+    sampler.sample(logits, [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * len(logits))
+
+
+@cache
+def _sampling_peaks(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Mapping[torch.device, int]:
+    """Return the peak bytes of the most expensive sampling of logits, by device. Steps of as many rows share it: it was
+    a quarter of the time of each."""
+    with _disable_current_modes(), FakeTensorMode(), torch.inference_mode():
+        return live_bytes(partial(_sample, torch.empty(shape, dtype=dtype, device=device))).peaks
 
 
 def reordered_peak(model: Any, generation: GenerationSteps, others: Iterable[Step], *, least: int) -> int:
@@ -258,8 +276,9 @@ def graphs_bytes(runner: PagedRunner, rows: int, ctx_size: int) -> int:
     the graphs themselves."""
     # Traced as on the CPU, where attention gathers keys and values: an upper limit, as the Triton kernel takes less.
     graphs = GraphRunner(runner, rows=rows, ctx_size=ctx_size)
-    longest = {size: (size, blocks) for size, blocks in graphs.shapes}  # by batch size
-    largest = max((peak_bytes(partial(graphs.compute, *shape)) for shape in longest.values()), default=0)
+    longest = dict(graphs.shapes)  # by batch size
+    widest = {blocks: (size, blocks) for size, blocks in longest.items()}  # of those, the largest batch of each length
+    largest = max((peak_bytes(partial(graphs.compute, *shape)) for shape in widest.values()), default=0)
     return graphs.buffer_bytes + largest + len(graphs.shapes) * GRAPH_BYTES
 
 
