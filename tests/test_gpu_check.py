@@ -14,7 +14,8 @@ import pytest
 from scripts import gpu_parts
 from tests.programs import load
 
-PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "scripts" / "gpu_check"
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +143,42 @@ def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
     assert all(f"    {name} " in program.__doc__ for name in gpu_parts.PARTS)
 
 
+ALL_PARTS = """
+import sys
+from pathlib import Path
+from scripts.gpu_parts import Setting
+from tests.programs import load
+
+program, folder = load("gpu_check"), Path(sys.argv[1])
+setting = Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
+for name in program.PARTS:
+    program.run_part(name, setting, program.Results(folder / "gpu.jsonl"))
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(2500)  # four runs of at most --budget seconds
+@pytest.mark.timeout(1200)
+def test_every_part_passes_on_the_cpu(tmp_path: Path) -> None:
+    """In one process, since most of their time here is for imports."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_PARTS, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines())
+    assert [(line["part"], line.get("error", line["outcome"])) for line in lines] == [
+        (name, "passed") for name in gpu_parts.PARTS
+    ], done.stderr
+    for rows_in_step in (1, 4):
+        trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
+        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
     """The moment is a line of its progress, drawn at random."""
-    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--budget", "600"]
+    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--only", "device,load"]
     command += ["--out", str(tmp_path / "gpu"), "--models", str(tmp_path / "models")]
-    moment = random.Random(7).randrange(2, 20)
+    moment = random.Random(7).randrange(2, 6)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         seen = [line for line, _ in zip(process.stderr, range(moment), strict=False)]
@@ -160,21 +190,15 @@ def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path
     assert not (tmp_path / "gpu.md").exists()
     passed = [line for line in map(json.loads, lines) if line.get("outcome") == "passed"]
 
-    for _ in range(3):  # a slow machine needs more than one budget for all parts
-        done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            break
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if " | passed | " in line]
-    assert [row.split()[1] for row in rows] == list(gpu_parts.PARTS)
+    assert [row.split()[1] for row in rows] == ["device", "load"]
     assert (tmp_path / "gpu.md").read_text("utf-8") in done.stdout
     again = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()]
-    assert {line["outcome"] for line in again if "outcome" in line} <= {"passed", "unfinished"}, "no part has failed"
+    assert {line["outcome"] for line in again if "outcome" in line} == {"passed"}, "no part has failed"
     assert [line for line in again if line.get("outcome") == "passed"][: len(passed)] == passed
-    assert len([line for line in again if line.get("outcome") == "passed"]) == len(gpu_parts.PARTS)
-    for rows_in_step in (1, 4):
-        trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
-        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
+    assert len([line for line in again if line.get("outcome") == "passed"]) == 2
 
 
 @pytest.mark.slow
