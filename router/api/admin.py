@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from router import __version__
-from router.api.call import ApiCall, ApiResult, FrameStream, model_name
+from router.api.call import ApiCall, ApiResult, FrameStream, model_name, number
 from router.api.model_events import KEEPALIVE_COMMENT, with_keepalive
 from router.api.status import pulse, status_of
 from router.config.effective import effective
@@ -148,18 +148,17 @@ async def follow_logs(call: ApiCall) -> ApiResult:
 def _line_filter(call: ApiCall) -> tuple[Callable[[Line], bool], int]:
     """The filter and the number of lines of a query. Raises BadRequest, ModelNotFound."""
     query = call.query
-    level, text = query.get("level", "debug").casefold(), query.get("lines", "200")
+    level = query.get("level", "debug").casefold()
     if level not in LEVELS:
         raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
-    if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
-        raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
+    lines = number(query, "lines", 1, KEPT, 200)
     listed = call.registry.model(call.key, query["model"]) if query.get("model") else None
     ids = {listed.id, listed.model.preset.id} if listed is not None else set()
 
     def matches(line: Line) -> bool:
         return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (not ids or any(map(line.is_about, ids)))
 
-    return matches, int(text)
+    return matches, lines
 
 
 async def requests(call: ApiCall) -> ApiResult:

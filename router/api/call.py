@@ -94,6 +94,14 @@ class ApiCall:
         return id
 
 
+def number(query: Mapping[str, str], name: str, low: int, high: int, default: int) -> int:
+    """The number that a parameter of the query states. Raises BadRequest."""
+    text = query.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and low <= int(text[:9]) <= high):
+        raise BadRequest(f"{name} must be a number from {low} to {high}", param=name)
+    return int(text)
+
+
 def model_name(fields: Mapping[str, Any], source: str = "request") -> str:
     """The field `model` of a body or of a query. Raises BadRequest."""
     name = fields.get("model")

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from router.api.call import ApiCall, ApiResult, JsonReply
+from router.api.call import ApiCall, ApiResult, JsonReply, number
 from router.api.status import wall_clock
 from router.config import ini, serving_properties
 from router.config.api_keys import ApiKey
@@ -134,7 +134,7 @@ async def register(call: ApiCall) -> ApiResult:
         lines.append(f"device = {'cpu' if device == '-1' else device}")
     for field, key, low in (("job_queue_size", "queue-size", 1), ("max_idle_time", "replica-idle-seconds", 0)):
         if field in query:
-            lines.append(f"{key} = {_number(query, field, low)}")
+            lines.append(f"{key} = {number(query, field, low, MAX_NUMBER, 0)}")
     waits = flag(query, "synchronous") is not False
     try:
         await registry.add(name, section="\n".join(lines) + "\n")
@@ -208,18 +208,11 @@ class _WorkerCount:
 
 
 def _worker_count(query: Mapping[str, str]) -> _WorkerCount:
-    low = _number(query, "min_worker", 0, 1, high=MAX_WORKERS)
-    high = _number(query, "max_worker", 0, low, high=MAX_WORKERS)
+    low = number(query, "min_worker", 0, MAX_WORKERS, 1)
+    high = number(query, "max_worker", 0, MAX_WORKERS, low)
     if high < low:
         raise BadRequest(f"max_worker {high} is less than min_worker {low}", param="max_worker")
     return _WorkerCount(low, high)
-
-
-def _number(query: Mapping[str, str], name: str, low: int, default: int = 0, *, high: int = MAX_NUMBER) -> int:
-    text = query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and low <= int(text[:9]) <= high):
-        raise BadRequest(f"{name} must be a number from {low} to {high}", param=name)
-    return int(text)
 
 
 def _source(registry: Registry, url: str) -> tuple[str, str]:

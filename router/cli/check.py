@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from router.cli.estimate_report import count_of
 from router.config.effective import effective as effective_settings
 from router.config.ini import Problem
 from router.config.option_types import nearest
@@ -115,9 +116,9 @@ def text(loaded: LoadedPresets, *, effective: bool) -> str:
         f"one worker for {' '.join(group)}" for group in worker_groups.group_presets(loaded.presets) if len(group) > 1
     ]
     if loaded.problems:
-        lines.append(_count(len(loaded.problems), "fault"))
+        lines.append(count_of(len(loaded.problems), "fault"))
     else:
-        count = f"{_count(len(loaded.presets), 'model')}, no fault"
+        count = f"{count_of(len(loaded.presets), 'model')}, no fault"
         lines.append(f"{count}: {' '.join(loaded.presets)}" if loaded.presets else count)
     return "\n".join(lines)
 
@@ -138,10 +139,6 @@ def document(loaded: LoadedPresets, *, effective: bool) -> dict[str, Any]:
         "warnings": [asdict(warning) for warning in loaded.warnings],
         "models": models,
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _short(text: str) -> str:

@@ -237,14 +237,14 @@ def _context_formula(report: Report) -> str:
         dims = facts.head_dim, facts.value_dim or facts.head_dim
         head = sum(head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
         dtype = report.dtype if preset.kv_cache_dtype == "auto" else preset.kv_cache_dtype
-        heads = f"{_count(facts.attention_layers, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
+        heads = f"{count_of(facts.attention_layers, 'layer')} x {count_of(facts.kv_heads, 'KV head')}"
         least = ", for one request" if report.estimate.kv_steps else ""
         parts.append(f"{heads} x {head} B of {dtype} x {report.estimate.kv_tokens} tokens{least}")
     if facts.cross_attention:
         parts.append("as much for what the encoder read")
     if facts.state_layers:
         sequences = report.estimate.kv_tokens // report.tokens if facts.aligned else preset.parallel
-        parts.append(f"{_count(facts.state_layers, 'layer')} with states of {_count(sequences, 'sequence')}")
+        parts.append(f"{count_of(facts.state_layers, 'layer')} with states of {count_of(sequences, 'sequence')}")
     return ", and ".join(parts)
 
 
@@ -270,7 +270,7 @@ def _line(label: str, size: int | None, words: str) -> str:
     return f"{label:9} {'' if size is None else _size(size):>11}   {words}"
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -29,7 +29,7 @@ from router.fleet.worker import State, Worker
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel
 from router.store import hub_cache
-from router.store.catalogue import hub_id
+from router.store.catalogue import folder_of, hub_id
 
 T = TypeVar("T")
 
@@ -249,7 +249,7 @@ async def presets_using_files(registry: Registry, preset: Preset) -> list[str]:
 
 
 def _presets_using_files(registry: Registry, preset: Preset, others: Sequence[Preset]) -> list[str]:
-    folder = hub_cache.folder_of(registry.settings.hub_cache, preset.repo).resolve()
+    folder = folder_of(registry.settings.hub_cache, preset.repo).resolve()
     ours = registry.files.find(preset)
 
     def needs(other: Preset) -> bool:

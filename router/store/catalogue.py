@@ -139,13 +139,18 @@ def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
     return configured_keys(settings, user_file=texts[0], admin_file=texts[1])
 
 
+def folder_of(cache: str | Path, repo: str) -> Path:
+    """Return the folder of `repo` (org/name) in a hub cache."""
+    return Path(cache) / f"models--{repo.replace('/', '--')}"
+
+
 def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, adapter: bool = False) -> str | None:
     """Return the folder of a complete snapshot of `repo` (`org/name`), or of an `adapter`, in the hub cache; None if
     there is none.
 
     `revision`: branch, tag or full commit. Without `cache_dir` the default of the hub library is used.
     """
-    folder = Path(cache_dir or hub_cache(os.environ)) / f"models--{repo.replace('/', '--')}"
+    folder = folder_of(cache_dir or hub_cache(os.environ), repo)
     if ".." in revision.split("/") or revision.startswith("/"):
         return None
     reference = folder / "refs" / revision

@@ -12,12 +12,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from router.store.catalogue import missing
-
-
-def folder_of(cache: str, repo: str) -> Path:
-    """Return the folder of `repo` (org/name) in the cache."""
-    return Path(cache) / f"models--{repo.replace('/', '--')}"
+from router.store.catalogue import folder_of, missing
 
 
 def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), alone: bool = True) -> None:
