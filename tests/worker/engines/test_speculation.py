@@ -301,6 +301,32 @@ def test_the_draft_of_a_text_with_many_penalised_tokens_is_short() -> None:
     assert lengths == [16, 2]
 
 
+def test_a_draft_model_reads_and_drafts_beside_prompts_only_if_drafts_have_paid() -> None:
+    class Journal(Oracle):
+        calls = 0
+
+        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+            self.calls += 1
+            return super().draft(batch, segments)
+
+    model, length = Journal(0.0), DraftLength.up_to(8)
+    drafter = Drafter(length, model)
+    sequence = TokenSequence(1, 8, list(range(8)), limit=90, ends=frozenset(), draft_limits=DraftLimits(8))
+    prompt = (Segment(sequence, 0, 0, 8),)
+    choice = RequestChoice(0, sequence, None, None, None)  # type: ignore[arg-type]  # not read
+    seconds = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8}
+    while (drafting := length.choose(1)) < 8:
+        assert drafter.next_length(1, has_prompts=False) == drafting
+        if not length.in_use(1):
+            assert drafter.next_length(1, has_prompts=True) == 0
+            drafter.draft(prompt, lambda sequence: choice)
+            assert not model.calls
+        length.learn(1, drafting, 1 + drafting, seconds[drafting])
+    assert drafter.next_length(1, has_prompts=True) > 0
+    drafter.draft(prompt, lambda sequence: choice)
+    assert model.calls == 1
+
+
 class Letters(Oracle):
     """Known texts, and letters that are mostly wrong."""
 

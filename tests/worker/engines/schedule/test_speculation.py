@@ -1,6 +1,7 @@
 """Drafts by prompt lookup, and the choice of a draft length."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,82 @@ def test_drafts_return_when_the_text_changes() -> None:
 def test_lengths_that_would_be_dropped_as_too_short_are_not_compared() -> None:
     assert DraftLength.up_to(16, 5).lengths == (0, 8, 16)
     assert DraftLength.up_to(16, 99).lengths == (0, 16)
+
+
+def test_lengths_that_a_step_has_no_room_for_are_not_tried() -> None:
+    assert set(run(DraftLength.up_to(16), 200, COSTS, GOOD, rows=16)) == {0, 1, 2, 4}
+    assert set(run(DraftLength.up_to(16), 50, COSTS, GOOD, rows=65)) == {0}
+
+
+def test_a_step_with_prompts_is_no_part_of_a_trial() -> None:
+    length = DraftLength.up_to(8)
+    in_use = []
+    for _ in range(400):
+        in_use.append(length.in_use(4))
+        run(length, 1, COSTS, GOOD)
+    assert set(in_use[:5]) == {0}
+    assert in_use[100:].count(4) > 0.9 * 300
+    assert DraftLength((4,)).in_use(1) == 4
+
+
+# Seconds of a step by its drafted tokens, where one without drafts takes one: of a draft model of a tenth, one as slow
+# as its target, one whose calls are expensive, and prompt lookup where more tokens cost more.
+STEP_SECONDS: dict[str, Callable[[int], float]] = {
+    "tenth": lambda length: 1.0 + 0.12 * length,
+    "slow": lambda length: 1.0 + 1.1 * length,
+    "expensive-call": lambda length: 1.0 + (0.5 + 0.05 * length) * (length > 0),
+    "lookup": lambda length: 1.0 + 0.3 * length,
+}
+# The probability that a drafted token is accepted, by the step and by whether it is part of a trial.
+ACCEPTANCE: dict[str, Callable[[int, bool], float]] = {
+    "nothing": lambda step, trial: 0.0,
+    "few": lambda step, trial: 0.06,
+    "some": lambda step, trial: 0.3,
+    "half": lambda step, trial: 0.5,
+    "most": lambda step, trial: 0.9,
+    "in-trials": lambda step, trial: 0.5 * trial,
+    "all-in-trials": lambda step, trial: 1.0 * trial,
+    "in-turns-of-24": lambda step, trial: 0.9 * (step // 24 % 2),
+    "in-turns-of-100": lambda step, trial: 0.9 * (step // 100 % 2),
+    "rarely": lambda step, trial: 0.9 * (step % 160 < 16),
+}
+
+
+@pytest.mark.parametrize("unread", [0.0, 0.02], ids=["", "unread"])
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+@pytest.mark.parametrize("costs", STEP_SECONDS)
+def test_drafts_cost_less_than_five_percent_at_every_moment_after_the_first_search(
+    costs: str, acceptance: str, unread: float
+) -> None:
+    """`unread`: seconds in which the draft model reads a token that was generated without it."""
+    source, rows, length = random.Random(3), 4, DraftLength.up_to(8)
+    seconds = tokens = missed = 0.0
+    drafted = []
+    for step in range(1000):
+        choice = length.choose(rows)
+        likely = ACCEPTANCE[acceptance](step, choice != length.in_use(rows))
+        accepted = sum(next((n for n in range(choice) if source.random() >= likely), choice) for _ in range(rows))
+        taken, caught_up = STEP_SECONDS[costs](choice), unread * missed if choice else 0.0
+        missed = 0 if choice else min(missed + 1, 512)  # the most that it reads in a step
+        length.learn(rows, choice, rows + accepted, taken, caught_up)
+        seconds += taken + caught_up
+        tokens += 1 + accepted / rows
+        drafted.append(choice > 0)
+        # Without drafts, these tokens would have taken as many seconds.
+        assert seconds <= (1.05 * tokens if step >= 500 else tokens + 25), step
+    if acceptance in ("nothing", "few"):
+        # Each trial is charged for a tenth of its time at least, and may lose a hundredth of all time.
+        assert sum(drafted[500:]) < 0.1 * len(drafted[500:])
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.6])
+def test_drafts_of_which_nothing_is_accepted_are_only_tried_however_steps_are_delayed(spread: float) -> None:
+    for seed in range(20):
+        source, length = random.Random(seed), DraftLength.up_to(8)
+        for _ in range(500):
+            choice = length.choose(1)
+            length.learn(1, choice, 1, STEP_SECONDS["tenth"](choice) * source.lognormvariate(0.0, spread))
+            assert not length.in_use(1)
 
 
 def test_a_single_length_is_always_used() -> None:

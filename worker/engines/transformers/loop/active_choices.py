@@ -88,7 +88,7 @@ class ActiveChoices:
     # Batches
 
     def next(
-        self, prefill_budget: PrefillBudget, chunk: int, draft_length: Callable[[int], int] | None = None
+        self, prefill_budget: PrefillBudget, chunk: int, draft_length: Callable[[int, bool], int] | None = None
     ) -> Batch:
         """The batch of the next step. `chunk`: the most prompt tokens of a step; `draft_length` as in `Scheduler`."""
         # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.

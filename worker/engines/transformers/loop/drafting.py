@@ -50,6 +50,10 @@ class Drafter:
             return True
         return any(segment.sequence.draft_limits for segment in batch) and self.length.choose(len(batch)) > 0
 
+    def next_length(self, decodes: int, has_prompts: bool) -> int:
+        """Tokens to draft for each of `decodes` sequences in the next step."""
+        return self.length.in_use(decodes) if has_prompts else self.length.choose(decodes)
+
     def draft(self, batch: Batch, choice_of: Callable[[TokenSequence], RequestChoice]) -> Batch:
         """`batch` with a draft in each segment that has room and for which one was found.
 
@@ -71,9 +75,10 @@ class Drafter:
         return tuple(sorted(drafted, key=lambda segment: (not segment.is_decode, len(segment.drafted) > 0)))
 
     def _reads(self, batch: Batch) -> bool:
-        """True if the draft model reads the prompts of `batch`, because they will be drafted for."""
+        """True if the draft model reads the prompts of `batch`, because they will be drafted for. In a trial it reads
+        them when it drafts, where the time is charged to the trial."""
         has_prompts = self._model is not None and not all(segment.is_decode for segment in batch)
-        return has_prompts and self.length.choose(len(batch)) > 0
+        return has_prompts and self.length.in_use(len(batch)) > 0
 
     def _from_model(self, model: BatchDrafter, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
         """The drafts of `model` by sequence id. Empty if it fails: an answer does not need its drafts."""

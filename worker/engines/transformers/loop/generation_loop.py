@@ -209,7 +209,7 @@ class GenerationLoop:
     def _next(self) -> Batch:
         """The batch of the next step. It has drafts if the backend drafts."""
         drafter = self._backend.drafter
-        length = drafter.length.choose if drafter is not None else None
+        length = drafter.next_length if drafter is not None else None
         return self._active.next(self._backend.prefill_budget, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:

@@ -198,14 +198,16 @@ class Scheduler:
         before = sum((not waiting.preempted, waiting.id) < key for waiting in self._waiting)
         self._waiting.insert(before, sequence)
 
-    def next(self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int], int] | None = None) -> Batch:
+    def next(
+        self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int, bool], int] | None = None
+    ) -> Batch:
         """Admit waiting sequences, then select the next step: decodes sorted by position in the cache, then prompts.
 
         prompt_budget: the most prompt tokens of this step, capped to the chunk size. At least one prompt token is
             computed if a prompt is waiting. A callable is called only if there are prompts, and after admission, since
             the budget depends on the running sequences.
-        draft_length: the number of tokens to draft for each of n decoding sequences. A draft gets blocks only where
-            some are free (`Segment.draft_room`).
+        draft_length: the number of tokens to draft for each of n decoding sequences, in a step with or without prompts.
+            A draft gets blocks only where some are free (`Segment.draft_room`).
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
@@ -215,9 +217,10 @@ class Scheduler:
         self._admit_all()
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
         decodes = list(self._decodes())
-        if draft_length is not None:
-            decodes = self._with_draft_room(decodes, draft_length)
-        return (*sorted(decodes, key=_cache_location), *self._prefill(prompt_budget))
+        prompts = self._prefill(prompt_budget)
+        if draft_length is not None and any(segment.sequence.draft_limits for segment in decodes):
+            decodes = self._with_draft_room(decodes, draft_length(len(decodes), bool(prompts)))
+        return (*sorted(decodes, key=_cache_location), *prompts)
 
     def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:
         """Select the step after `batch` while `batch` is still running: one more token of each continuing sequence.
@@ -325,12 +328,10 @@ class Scheduler:
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
 
-    def _with_draft_room(self, decodes: list[Segment], draft_length: Callable[[int], int]) -> list[Segment]:
-        """`decodes`, with room for drafts. Called when all of them have room for their tokens: no sequence is preempted
-        for a draft."""
-        if not any(segment.sequence.draft_limits for segment in decodes):
-            return decodes
-        length = min(draft_length(len(decodes)), DRAFT_LOGITS // len(decodes))
+    def _with_draft_room(self, decodes: list[Segment], length: int) -> list[Segment]:
+        """`decodes`, with room for drafts of `length`. Called when all of them have room for their tokens: no sequence
+        is preempted for a draft."""
+        length = min(length, DRAFT_LOGITS // len(decodes))
         rooms = [segment.sequence.draft_room(length) for segment in decodes]
         return [
             replace(segment, draft_room=room)

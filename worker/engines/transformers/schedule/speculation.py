@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from worker.protocol.memory import DRAFT_LOGITS
+
 # Accepted tokens are averaged over about _MEMORY steps, the time for prompts over more: they are rare. Guesses.
 _MEMORY, _CATCH_UP_MEMORY = 16, 128
 # The seconds of a step are a low quantile of the last _TIMES steps, a quarter from the shortest: other processes delay
@@ -89,6 +91,11 @@ class _Measured:
         self.steps += 1
         self.tokens += max(1.0 / self.steps, 1.0 / _MEMORY) * (tokens - self.tokens)
 
+    @property
+    def seconds(self) -> float:
+        """Of a step that no other process delayed. 0 without measurements."""
+        return sorted(self.times)[len(self.times) // 4] if self.times else 0.0
+
 
 @dataclass(slots=True)
 class _LengthChoice:
@@ -108,8 +115,12 @@ class _LengthChoice:
     def rate(self, length: int) -> float:
         """Tokens of a sequence per second. 0 without measurements."""
         measured = self.measured[length]
-        times = sorted(measured.times)
-        return measured.tokens / (times[len(times) // 4] + (self.catch_up if length else 0.0)) if times else 0.0
+        if not measured.times:
+            return 0.0
+        # A draft makes no step shorter. Without this bound, a delay of the steps without drafts would make drafts of
+        # which nothing is accepted seem to pay.
+        seconds = max(measured.seconds, self.measured[0].seconds)
+        return measured.tokens / (seconds + (self.catch_up if length else 0.0))
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Begin a trial of the first of `lengths`; none if there is none."""
@@ -155,15 +166,23 @@ class DraftLength:
         """Tokens to draft for each of `rows` sequences in the next step."""
         if len(self.lengths) == 1:
             return self.lengths[0]
+        if rows > DRAFT_LOGITS:
+            return 0  # a step has no room for a draft of each
         choice = self._choice_for(rows)
         return choice.trials[0] if choice.trials else choice.best
+
+    def in_use(self, rows: int) -> int:
+        """As `choose`, for a step that is not timed: it is no part of a trial, whose losses would not be counted."""
+        if len(self.lengths) == 1 or rows > DRAFT_LOGITS:
+            return self.choose(rows)
+        return self._choice_for(rows).best
 
     def learn(self, rows: int, length: int, tokens: int, seconds: float, catch_up: float = 0.0) -> None:
         """Record a step of `rows` decoding sequences, with drafts of up to `length` tokens, that gave `tokens`.
 
         catch_up: further seconds, since the last call, that the draft model has spent on more than the newest tokens.
         """
-        if len(self.lengths) == 1 or length != self.choose(rows):
+        if len(self.lengths) == 1 or rows > DRAFT_LOGITS or length != self.choose(rows):
             return  # a trial has begun or ended since the step's drafts were made
         choice = self._choice_for(rows)
         if choice.trials:
@@ -188,16 +207,20 @@ class DraftLength:
         """The choice for batches of about this size: sizes with the same number of binary digits share one."""
         choice = self._choices.get(rows.bit_length())
         if choice is None:
-            choice = self._choices[rows.bit_length()] = _LengthChoice({length: _Measured() for length in self.lengths})
-            choice.begin(self.lengths)
+            # The scheduler makes longer drafts shorter, so they would be tried for nothing.
+            fewest = 1 << rows.bit_length() - 1
+            lengths = [length for length in self.lengths if length * fewest <= DRAFT_LOGITS]
+            choice = self._choices[rows.bit_length()] = _LengthChoice({length: _Measured() for length in lengths})
+            choice.begin(lengths)
         return choice
 
     def _others(self, choice: _LengthChoice) -> Sequence[int]:
         """The lengths to try now: from short to long where nothing is drafted, or else none or a neighbour in turn."""
-        place = self.lengths.index(choice.best)
+        lengths = tuple(choice.measured)
+        place = lengths.index(choice.best)
         if not place:
             choice.catch_up *= 1.0 - _TRIAL_STEPS / _MEMORY  # measured long ago
-            return self.lengths[1:]
+            return lengths[1:]
         choice.rotation += 1
-        others = (0, *self.lengths[max(place - 1, 1) : place], *self.lengths[place + 1 : place + 2])
+        others = (0, *lengths[max(place - 1, 1) : place], *lengths[place + 1 : place + 2])
         return others[choice.rotation % len(others) :][:1]
