@@ -4,11 +4,12 @@ A format is recognized by markers in the chat template. Its `response` is a resp
 declarative form that `ResponseParser` reads); `call_syntax` defines how a grammar constrains the model to tool calls.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.prompt.body_reader import Json
+from worker.prompt.call_notations import gemma_to_json, object_to_list, python_to_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of reasoning fields in response templates
 CALLS_FIELD = "tool_calls"
@@ -17,12 +18,13 @@ _ANYWHERE = r"\A"  # start anchor for parsers that are given only the answer's p
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """Syntax of tool calls, each written as `{"name": ..., <arguments>: {...}}`."""
+    """Syntax of tool calls, each written as `{<name>: ..., <arguments>: {...}}`."""
 
     begin: str = ""  # before the first call
     each: tuple[str, str] = ("", "")  # around each call
     between: str | None = None  # between two calls; None: one call at most
     end: str = ""
+    name: str = "name"
     arguments: str = "arguments"
 
 
@@ -39,10 +41,19 @@ class ChatFormat:
     call_syntax: CallSyntax | None = None  # None: constrained calls use BARE_CALLS
     reasoning_markers: tuple[str, str] | None = None  # markers around reasoning, if both are literal strings
     is_anchored: bool = field(default=True)  # the response template finds the answer's prefix in the whole prompt
+    to_json: Callable[[str], str] = str  # rewrites the text of calls as the JSON that `response` reads
 
     @property
     def has_reasoning(self) -> bool:
         return any(name in self.response["fields"] for name in REASONING_FIELDS)
+
+    @property
+    def marks_content(self) -> bool:
+        """True if content has markers as well, so that every answer consists of regions."""
+        return not self.response["fields"].get("content", {}).keys().isdisjoint(("open", "open_pattern"))
+
+
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
 def find(source: str, response_template: Any) -> ChatFormat | None:
@@ -61,7 +72,7 @@ def find(source: str, response_template: Any) -> ChatFormat | None:
 
 
 def _with_reasoning(chat_format: ChatFormat, source: str) -> ChatFormat:
-    for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+    for begin, end in _REASONING:
         if end in source and not chat_format.has_reasoning:
             reasoning = {"open": begin, "close": end, "content": "text"}
             fields = {"reasoning_content": reasoning, **chat_format.response["fields"]}
@@ -97,24 +108,29 @@ _HERMES = _family(
     {"open": "<tool_call>", "close": "</tool_call>", "transform": _function("{content.name}", "{content.arguments}")},
     CallSyntax(each=("<tool_call>\n", "\n</tool_call>"), between="\n"),
 )
+# Repetitions at the beginning and end of a region are bounded: an incomplete match is searched again with each token.
+# A tag that is not closed has no key, which is an error: the call becomes content. Its text to the end is taken, since
+# a search from each such tag would take quadratic time.
+_PARAMETER = r"<parameter=(?:(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>|.*)"
 _QWEN_XML = _family(
     "qwen-xml",
     {
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        "close_pattern": r"</function>\s*</tool_call>",
+        "open_pattern": r"<tool_call>\s{0,32}<function=(?P<name>[^>\n]{1,256})>",
+        "close_pattern": r"</function>\s{0,32}</tool_call>",
         "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "content_args": {"tag_pattern": _PARAMETER},
         "transform": _function("{name}", "{content}"),
     },
 )
 _GLM = _family(
     "glm",
     {
-        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<{]+)",
+        "open_pattern": r"<tool_call>\s{0,32}(?P<name>[^\s<{]{1,256})",
         "close": "</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+            "tag_pattern": r"<arg_key>\s{0,32}+(?:(?P<key>[^<>]{1,256}?)\s{0,32}</arg_key>\s{0,32}"
+            r"<arg_value>(?P<value>.*?)</arg_value>|.*)"
         },
         "transform": _function("{name}", "{content}"),
     },
@@ -132,7 +148,7 @@ _MISTRAL = _family(
 _MISTRAL_ARGS = _family(
     "mistral-args",
     {
-        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\][^\[\]]*)?\[ARGS\]",
+        "open_pattern": r"\[TOOL_CALLS\]\s{0,32}(?P<name>[^\[\]{}\s]{1,256})(?:\[CALL_ID\][^\[\]]{0,256})?\[ARGS\]",
         "close_pattern": r"(?=\[TOOL_CALLS\])",
         "transform": _function("{name}", "{content}"),
     },
@@ -140,7 +156,7 @@ _MISTRAL_ARGS = _family(
 _LLAMA = _family(
     "llama",
     {
-        "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)",
+        "open_pattern": r"\A\s{0,32}(?:<\|python_tag\|>\s{0,32})?(?=\{)",
         "transform": _function("{content.name}", "{content.parameters}"),
     },
     CallSyntax(arguments="parameters"),
@@ -156,14 +172,140 @@ def _token(name: str) -> str:
 _DEEPSEEK = _family(
     "deepseek",
     {
-        "open_pattern": rf"(?:{_token('tool calls begin')})?\s*{_token('tool call begin')}"
-        rf"(?:function{_token('tool sep')})?(?P<name>[^\s<]+)(?:\s*```json\s*|{_token('tool sep')})",
-        "close_pattern": rf"(?:\s*```)?\s*{_token('tool call end')}",
+        "open_pattern": rf"(?:{_token('tool calls begin')})?\s{{0,32}}{_token('tool call begin')}"
+        rf"(?:function{_token('tool sep')})?(?P<name>[^\s<]{{1,256}})"
+        rf"(?:\s{{0,32}}```json\s{{0,32}}|{_token('tool sep')})",
+        "close_pattern": rf"(?:\s{{0,32}}```)?\s{{0,32}}{_token('tool call end')}",
         "transform": _function("{name}", "{content}"),
     },
     # the optional end marker is a field of its own, so that the end of a call does not depend on how its text is
     # streamed
     further={"calls_end": {"open": _token("tool calls end"), "content": "text"}},
+)
+_KIMI = _family(
+    "kimi",
+    {
+        "open_pattern": r"(?:<\|tool_calls_section_begin\|>)?\s{0,32}<\|tool_call_begin\|>\s{0,32}"
+        r"(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{1,256}):\d{1,9})\s{0,32}<\|tool_call_argument_begin\|>",
+        "close": "<|tool_call_end|>",
+        # The next prompt repeats the id, and the model goes on with its number.
+        "transform": {"id": "{id}", **_function("{name}", "{content}")},
+    },
+    further={"calls_end": {"open": "<|tool_calls_section_end|>", "content": "text"}},
+)
+_MINIMAX = _family(
+    "minimax",
+    {
+        "open_pattern": r"(?:<minimax:tool_call>\s{0,32})?<invoke name=\"(?P<name>[^\"<>]{1,256})\">",
+        "close": "</invoke>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter name=(?:\"(?P<key>[^\"<>]{1,256})\">\n?(?P<value>.*?)\n?</parameter>|.*)"
+        },
+        "transform": _function("{name}", "{content}"),
+    },
+    further={"calls_end": {"open": "</minimax:tool_call>", "content": "text"}},
+)
+_SEED = _family(
+    "seed",
+    {
+        "open_pattern": r"<seed:tool_call>\s{0,32}<function=(?P<name>[^>\n]{1,256})>",
+        "close_pattern": r"</function>\s{0,32}</seed:tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": _PARAMETER},
+        "transform": _function("{name}", "{content}"),
+    },
+)
+_NEMOTRON = _family(
+    "nemotron",
+    {
+        "open": "<TOOLCALL>",
+        "close": "</TOOLCALL>",
+        "transform": _function("{name}", "{arguments}"),
+        "transform_each": True,
+    },
+    CallSyntax(begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
+)
+_PHI = replace(
+    _family(
+        "phi",
+        {
+            "open": "<|tool_call|>",
+            "close": "<|/tool_call|>",
+            "transform": _function("{name}", "{arguments}"),
+            "transform_each": True,
+        },
+        CallSyntax(each=("<|tool_call|>", "<|/tool_call|>"), between=""),
+    ),
+    to_json=object_to_list,  # the model writes lists and single calls
+)
+_PHI_LIST = _family(
+    "phi-list",
+    {"open_pattern": r"functools(?=\[)", "transform": _function("{name}", "{arguments}"), "transform_each": True},
+    CallSyntax(begin="functools[", between=", ", end="]"),
+)
+_LFM = replace(
+    _family(
+        "lfm",
+        {
+            "open": "<|tool_call_start|>",
+            "close": "<|tool_call_end|>",
+            "transform": _function("{name}", "{arguments}"),
+            "transform_each": True,
+        },
+    ),
+    to_json=python_to_json,
+)
+_GEMMA = replace(
+    _family(
+        "gemma",
+        {
+            "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]{1,256})(?=\{)",
+            "close": "<tool_call|>",
+            "content_args": {"string_delims": [['<|"|>', '<|"|>']]},  # names the token that `marker_tokens` must find
+            "transform": _function("{name}", "{content}"),
+        },
+        further={"reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"}},
+    ),
+    reasoning_markers=("<|channel>thought\n", "<channel|>"),
+    to_json=gemma_to_json,
+)
+_COHERE_THOUGHTS = ("<|START_THINKING|>", "<|END_THINKING|>")
+_COHERE = ChatFormat(
+    "cohere",
+    {
+        "start_anchor_pattern": _ANYWHERE,
+        "fields": {
+            "reasoning_content": {"open": _COHERE_THOUGHTS[0], "close": _COHERE_THOUGHTS[1], "content": "text"},
+            CALLS_FIELD: {
+                "open": "<|START_ACTION|>",
+                "close": "<|END_ACTION|>",
+                "content": "json",
+                "repeats": True,
+                "transform": _function("{tool_name}", "{parameters}"),
+                "transform_each": True,
+            },
+            "content": {
+                "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],
+                "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
+                "content": "text",
+            },
+            "stray": {"content": "text"},
+        },
+    },
+    CallSyntax("<|START_ACTION|>[", ("", ""), ", ", "]<|END_ACTION|>", "tool_name", "parameters"),
+    reasoning_markers=_COHERE_THOUGHTS,
+    is_anchored=False,
+)
+_COHERE_FENCED = _family(
+    "cohere-fenced",
+    {
+        "open_pattern": r"Action:\s{0,8}```json\s",
+        "close": "```",
+        "transform": _function("{tool_name}", "{parameters}"),
+        "transform_each": True,
+    },
+    CallSyntax("Action:\n```json\n[", ("", ""), ",\n", "]\n```", "tool_name", "parameters"),
 )
 _HARMONY = ChatFormat(
     "harmony",
@@ -177,15 +319,15 @@ _HARMONY = ChatFormat(
             },
             CALLS_FIELD: {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis) to=functions\."
-                r"(?P<name>[\w.-]+)\s*(?:<\|constrain\|>\w*)?<\|message\|>",
+                r"(?P<name>[\w.-]{1,256})\s{0,32}(?:<\|constrain\|>\w{0,32})?<\|message\|>",
                 "close_pattern": r"<\|call\|>",
                 "content": "json",
                 "repeats": True,
                 "transform": _function("{name}", "{content}"),
             },
             "content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w*)?"
-                r"<\|message\|>",
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s{0,32}"
+                r"(?:<\|constrain\|>\w{0,32})?<\|message\|>",
                 "close_pattern": r"<\|(?:end|return)\|>",
                 "content": "text",
             },
@@ -198,11 +340,23 @@ _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<function=", "<tool_call>"), _QWEN_XML),
     (("<tool_call>", "<arg_key>"), _GLM),
     (("<tool_call>", "</tool_call>", "arguments"), _HERMES),
+    (("<|tool_call|>", "<|/tool_call|>"), _PHI),
     (("<|tool_call|>",), _GRANITE),
+    (("functools[",), _PHI_LIST),
     (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_ARGS),
     (("[TOOL_CALLS]",), _MISTRAL),
     ((_token("tool call begin"),), _DEEPSEEK),
     (("<|channel|>", "functions."), _HARMONY),
+    (("<|tool_call_begin|>",), _KIMI),
+    (("<|im_system|>tool_declare",), _KIMI),  # the first template of Kimi-K2, which has no past calls
+    (("<minimax:tool_call>",), _MINIMAX),
+    (("<seed:tool_call>", "<function="), _SEED),
+    (("<TOOLCALL>",), _NEMOTRON),
+    (("<|tool_call>call:",), _GEMMA),
+    (("<|START_ACTION|>",), _COHERE),
+    (("<|CHATBOT_TOKEN|>", "Action:", "tool_name"), _COHERE_FENCED),
+    (("<|tool_call_start|>",), _LFM),
+    (("<|im_start|>", "List of tools: "), _LFM),  # templates of LFM2 without past calls
     (('"parameters"', "ipython"), _LLAMA),
     (("<|python_tag|>",), _LLAMA),
 )

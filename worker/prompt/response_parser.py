@@ -62,6 +62,7 @@ class AnswerParser:
         self._options = parse_options
         self._names = {tool["function"]["name"] for tool in parse_options.tools}
         self._call_count = 0
+        self._call_ids: set[str] = set()
         self._is_bare_syntax = parse_options.is_constrained and call_syntax(parse_options.chat_format) is BARE_CALLS
         self._bare_text = ""
         self._held_blanks = ""  # blanks that are content only if content follows
@@ -69,6 +70,7 @@ class AnswerParser:
         self._at_region_start = False
         self._raw_text = ""
         self._read_end = 0
+        self._is_cut = False
         self._parser: Any = None
         self._region_template: Any = None
         self.is_thinking = False
@@ -89,12 +91,13 @@ class AnswerParser:
         was_thinking = self.is_thinking
         parts = self.push(delta.text) if delta.text else []
         if delta.finish is not None:
-            parts = [*parts, *self.finish()]
+            parts = [*parts, *self.finish(is_cut=delta.finish == "length")]
         return parts, len(delta.tokens) if was_thinking or self.is_thinking else 0
 
-    def finish(self) -> list[AnswerPart]:
-        """End the answer and return text that was held back."""
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """End the answer and return text that was held back. `is_cut`: the model had more to write."""
         parts: list[AnswerPart] = []
+        self._is_cut = is_cut
         if self._parser is not None:
             _, events = self._parser.finalize()
             parts = self._to_parts(events)
@@ -125,7 +128,12 @@ class AnswerParser:
         has_calls = CALLS_FIELD in fields and bool(self._options.tools) and not self._is_bare_syntax
         if chat_format.name == "harmony":  # every harmony answer has regions
             return list(fields)
-        return [*reasoning, *([CALLS_FIELD] if has_calls else [])]
+        return [*reasoning, *([CALLS_FIELD] if has_calls else [])] or ["content"] * chat_format.marks_content
+
+    @property
+    def _has_tags(self) -> bool:
+        assert self._options.chat_format is not None
+        return bool(self._options.chat_format.response["fields"][CALLS_FIELD].get("content") == "xml-inline")
 
     def _track_region(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "region_open":
@@ -178,7 +186,9 @@ class AnswerParser:
         closed = close.match(self._raw_text, end) if close is not None else None
         self._read_end = closed.end() if closed else end
         text = self._raw_text[begin : self._read_end]
-        calls = self._try_parse(lambda: self._parse_calls(text))
+        # JSON shows whether it is complete. Tags do not: parameters may be missing.
+        is_partial = self._is_cut and not closed and self._has_tags
+        calls = None if is_partial else self._try_parse(lambda: self._parse_calls(text))
         if calls is None:
             return self._add_content(text)
         self._held_blanks, self._at_region_start = "", True
@@ -192,6 +202,7 @@ class AnswerParser:
         response["fields"] = {
             name: field for name, field in response["fields"].items() if name in (CALLS_FIELD, "content")
         }
+        text = self._options.chat_format.to_json(text)
         found = parse_response(text, response, prefix="", tools=list(self._options.tools))
         listed = found.get(CALLS_FIELD)
         if found.get("content"):
@@ -209,17 +220,20 @@ class AnswerParser:
 
     def _try_parse(self, parse: Callable[[], Any]) -> list[ToolCall] | None:
         try:
-            return [self._to_call(call["function"]) for call in parse()]
+            return [self._to_call(call["function"], call.get("id")) for call in parse()]
         except Exception:  # noqa: BLE001 - parsers raise various errors for malformed text
             return None
 
-    def _to_call(self, function: Mapping[str, Any]) -> ToolCall:
+    def _to_call(self, function: Mapping[str, Any], id: Any) -> ToolCall:
         name, arguments = function["name"], function["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
             raise ValueError("not a call of a known tool")
-        return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, orjson.dumps(arguments).decode())
+        if not isinstance(id, str) or id in self._call_ids:  # the model gives none, or one twice
+            id = f"call_{uuid.uuid4().hex[:24]}"
+        self._call_ids.add(id)
+        return ToolCall(id, name, orjson.dumps(arguments).decode())
 
     def _limit_calls(self, calls: Sequence[ToolCall]) -> list[AnswerPart]:
         most = self._options.max_calls

@@ -82,7 +82,7 @@ def grammar(
     rules = []
     for index, tool in enumerate(tooling.callable):
         function = tool["function"]
-        begin = f'{{"name": {_json(function["name"])}, {_json(call_syntax.arguments)}: '
+        begin = f"{{{_json(call_syntax.name)}: {_json(function['name'])}, {_json(call_syntax.arguments)}: "
         rules.append(f"f{index}: {_literal(begin)} a{index} {_literal('}')}")
         rules.append(f"a{index}: %json {_json(_parameters(function))}")
     alternatives = " | ".join(f"f{index}" for index in range(len(tooling.callable)))

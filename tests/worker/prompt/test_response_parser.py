@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.interface import Delta
 from worker.prompt.body_reader import Json
 from worker.prompt.chat_formats import ChatFormat, find
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ParseOptions, marker_tokens
@@ -23,6 +24,16 @@ SIGNS = {
     "llama": '"parameters" ipython',
     "deepseek": "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "harmony": "<|channel|> functions.",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|> </think>",
+    "minimax": "<minimax:tool_call> <invoke name= </think>",
+    "seed": "<seed:tool_call><function= <seed:think></seed:think>",
+    "nemotron": "<TOOLCALL>[]</TOOLCALL> </think>",
+    "phi": "<|tool_call|><|/tool_call|>",
+    "phi-list": "functools[",
+    "lfm": "<|im_start|> List of tools: </think>",
+    "gemma": "<|tool_call>call: <|channel>thought",
+    "cohere": "<|START_ACTION|><|END_ACTION|>",
+    "cohere-fenced": "<|CHATBOT_TOKEN|> Action: tool_name",
     "thinker": "</think>",
     "hermes-thinker": "<tool_call></tool_call> arguments </think>",
 }
@@ -56,6 +67,20 @@ def summary(parts: Sequence[AnswerPart]) -> tuple[str, str, list[tuple[str, Any]
     """Return reasoning, content and calls."""
     calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call is not None]
     return "".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls
+
+
+def kimi(name: str, arguments: str, number: int = 0) -> str:
+    return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def minimax(name: str, **parameters: str) -> str:
+    tags = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in parameters.items())
+    return f'<invoke name="{name}">\n{tags}</invoke>\n'
+
+
+def seed(name: str, **parameters: str) -> str:
+    tags = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in parameters.items())
+    return f"<seed:tool_call>\n<function={name}>\n{tags}</function>\n</seed:tool_call>"
 
 
 ADD = ("add", {"a": 1, "b": 2})
@@ -145,6 +170,101 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("Hm.", "Hello.", []),
     ),
     ("harmony", "Plain after all.", ("", "Plain after all.", [])),
+    (
+        "kimi",
+        "<think>I add.</think>Sure.<|tool_calls_section_begin|>"
+        + kimi("add", '{"a": 1, "b": 2}')
+        + kimi("say", '{"text": "hé </x> {"}', 1)
+        + "<|tool_calls_section_end|>",
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("kimi", kimi("add", '{"a": 1, "b": 2}').replace("functions.", ""), ("", "", [ADD])),
+    ("kimi", kimi("add", "{broken}"), ("", kimi("add", "{broken}"), [])),
+    ("kimi", "a <|tool_call_begin|>add", ("", "a <|tool_call_begin|>add", [])),
+    (
+        "minimax",
+        "<think>\nI add.\n</think>\n\nSure.\n<minimax:tool_call>\n"
+        + minimax("add", a="1", b="2")
+        + minimax("say", text="hé </x> {")
+        + "</minimax:tool_call>",
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("minimax", minimax("say", text="a\nb"), ("", "", [("say", {"text": "a\nb"})])),
+    (
+        "seed",
+        "<seed:think>I add.</seed:think>\nSure.\n" + seed("add", a="1", b="2") + "\n" + seed("say", text="hé </x> {"),
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("seed", seed("unknown"), ("", seed("unknown"), [])),
+    (
+        "nemotron",
+        '<think>\nI add.\n</think>\n\n<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": 2}}, '
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}]</TOOLCALL>\n',
+        ("I add.", "", [ADD, SAY]),
+    ),
+    (
+        "nemotron",
+        '<TOOLCALL>[{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}]</TOOLCALL>',
+        ("", "", [ADD]),
+    ),
+    (
+        "phi",
+        'Sure.<|tool_call|>{"name": "add", "arguments": {"a": 1, "b": 2}}<|/tool_call|>'
+        '<|tool_call|>{"name": "say", "arguments": {"text": "hé </x> {"}}<|/tool_call|>',
+        ("", "Sure.", [ADD, SAY]),
+    ),
+    (
+        "phi",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": 2}}, '
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}]<|/tool_call|>',
+        ("", "", [ADD, SAY]),
+    ),
+    (
+        "phi-list",
+        'functools[{"name": "add", "arguments": {"a": 1, "b": 2}}, '
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}]',
+        ("", "", [ADD, SAY]),
+    ),
+    ("phi-list", "Use functools.partial.", ("", "Use functools.partial.", [])),
+    (
+        "lfm",
+        "<think>I add.</think>Sure.<|tool_call_start|>[add(a=1, b=2), say(text='hé </x> {')]<|tool_call_end|>",
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("lfm", "<|tool_call_start|>[add(a=1,\n b=2)]<|tool_call_end|> Done.", ("", "Done.", [ADD])),
+    ("lfm", '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1, "b": 2}}]<|tool_call_end|>', ("", "", [ADD])),
+    (
+        "lfm",
+        "<|tool_call_start|>[add(1, 2)]<|tool_call_end|>",
+        ("", "<|tool_call_start|>[add(1, 2)]<|tool_call_end|>", []),
+    ),
+    (
+        "gemma",
+        "<|channel>thought\nI add.<channel|>Sure.<|tool_call>call:add{a:1,b:2}<tool_call|>"
+        '<|tool_call>call:say{text:<|"|>hé </x> {<|"|>}<tool_call|>',
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("gemma", "<|tool_call>call:add{a:}<tool_call|>", ("", "<|tool_call>call:add{a:}<tool_call|>", [])),
+    (
+        "cohere",
+        "<|START_THINKING|>I add.<|END_THINKING|><|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": 2}},\n'
+        '    {"tool_call_id": "1", "tool_name": "say", "parameters": {"text": "hé </x> {"}}\n]<|END_ACTION|>',
+        ("I add.", "", [ADD, SAY]),
+    ),
+    (
+        "cohere",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>",
+        ("Hm.", "Hello.", []),
+    ),
+    ("cohere", "<|START_TEXT|>Hello.<|END_TEXT|>", ("", "Hello.", [])),
+    ("cohere", "Plain after all.", ("", "Plain after all.", [])),
+    (
+        "cohere-fenced",
+        'Action:\n```json\n[\n    {\n        "tool_name": "add",\n        "parameters": {"a": 1, "b": 2}\n    },\n'
+        '    {"tool_name": "say", "parameters": {"text": "hé </x> {"}}\n]\n```',
+        ("", "", [ADD, SAY]),
+    ),
     ("thinker", "<think>\nHm, well. \n</think>\n\nHello", ("Hm, well.", "Hello", [])),
     ("thinker", "Hello", ("", "Hello", [])),
     ("thinker", "<think>cut off ", ("cut off", "", [])),
@@ -172,7 +292,11 @@ def test_every_familys_answers_are_parsed_however_the_text_is_split(name: str, t
         st.sampled_from(
             ["a", " ", "\n", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add", "arguments": {}}',
              "{", "}", "[TOOL_CALLS]", "[ARGS]", "[", "]", "<function=add>", "</function>", "<|python_tag|>", "é", "<",
-             "<|channel|>", "final", "<|message|>", "<|end|>", *DS.values()]
+             "<|channel|>", "final", "<|message|>", "<|end|>", *DS.values(), "<parameter=a>", "</parameter>",
+             "add(a=1)", "<|tool_calls_section_begin|>", kimi("add", "{}"), "<minimax:tool_call>", minimax("add"),
+             "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<|/tool_call|>", "functools", "<|tool_call_start|>",
+             "<|tool_call_end|>", "<|tool_call>call:add", '<|"|>', "<tool_call|>", "<|channel>thought\n", "<channel|>",
+             "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "'", '"', "a=", "a:", "1", ","]
         ),
         max_size=12,
     ),
@@ -180,7 +304,7 @@ def test_every_familys_answers_are_parsed_however_the_text_is_split(name: str, t
 def test_no_text_makes_parsing_fail(name: str, pieces: list[str]) -> None:
     whole = summary(read(name, ["".join(pieces)]))
     assert summary(read(name, pieces)) == whole
-    if not whole[2] and "think" not in name and name not in ("harmony", "deepseek"):
+    if not whole[2] and not chat_format(name).has_reasoning and name != "deepseek":
         assert whole[1] == "".join(pieces), "what is no call is content, letter by letter"
 
 
@@ -249,9 +373,98 @@ def test_a_tokenizers_own_response_template_takes_precedence() -> None:
     assert received == ("Hm", "Hi<call none></call>", [ADD]), "arguments have the types that the tool states"
 
 
+# Notations of LFM2 and Gemma 4: the text of the arguments, and the value of the first one.
+NOTED = [
+    ("lfm", "say(text='it\\'s')", "it's"),
+    ("lfm", "say(text='it's', b=1)", "it's"),  # as the chat template writes it
+    ("lfm", "say(text='a\nb\\n\\t\\u00e9\\x41\\d\\\\')", "a\nb\n\té" + "A\\d\\"),
+    ("lfm", 'say(text="(a=1), [\\"b\\"]")', '(a=1), ["b"]'),
+    ("lfm", "say(text=['a', True, None, (1, -2.5e3), {'k': false}])", ["a", True, None, [1, -2500.0], {"k": False}]),
+    ("lfm", "say(from='a')", "a"),  # a keyword of Python
+    ("lfm", "add(a=007, b=1)", 7),
+    ("lfm", "say(text=celsius)", "celsius"),
+    ("gemma", '{text:<|"|>it\'s "{" \\n<|"|>,b:1}', 'it\'s "{" \\n'),
+    (
+        "gemma",
+        '{text:[<|"|>a<|"|>,true,null,1.5,{k-1:<|"|>{<|"|>,<|"|>k 2<|"|>:[]}]}',
+        ["a", True, None, 1.5, {"k-1": "{", "k 2": []}],
+    ),
+    ("gemma", "{text:celsius}", "celsius"),
+]
+
+
+@pytest.mark.parametrize(("name", "written", "value"), NOTED)
+def test_values_of_the_models_own_notations_are_read(name: str, written: str, value: Any) -> None:
+    call = (
+        f"<|tool_call_start|>[{written}]<|tool_call_end|>"
+        if name == "lfm"
+        else f"<|tool_call>call:say{written}<tool_call|>"
+    )
+    _, content, calls = summary(read(name, list(call)))
+    assert content == ""
+    assert next(iter(calls[0][1].values())) == value
+
+
+def test_a_call_keeps_the_models_id_unless_it_is_given_twice() -> None:
+    parts = read("kimi", [kimi("add", "{}", 3), kimi("say", "{}", 4), kimi("say", "{}", 4)])
+    ids = [part.call.id for part in parts if part.call is not None]
+    assert ids[:2] == ["functions.add:3", "functions.say:4"]
+    assert ids[2].startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-xml", "<tool_call><function=add><parameter=a>1</parameter>"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"),
+        ("minimax", '<minimax:tool_call><invoke name="add"><parameter name="a">1</parameter>'),
+        ("seed", "<seed:tool_call><function=add><parameter=a>1</parameter>"),
+    ],
+)
+def test_a_tagged_call_that_the_token_limit_cut_is_content(name: str, text: str) -> None:
+    parser = AnswerParser(ParseOptions(chat_format=chat_format(name), tools=TOOLS))
+    parts, _ = parser.take(Delta(text=text, finish="length"))
+    assert summary(parts) == ("", text, []), "further parameters may be missing"
+    assert summary(read(name, [text])) == ("", "", [("add", {"a": 1})]), "the model has ended the call itself"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-xml", "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</function></tool_call>"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</tool_call>"),
+        ("minimax", '<invoke name="add"><parameter name="a">1</parameter><parameter name="b">2</invoke>'),
+    ],
+)
+def test_a_parameter_that_is_not_closed_makes_the_call_content(name: str, text: str) -> None:
+    assert summary(read(name, [text])) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-xml", "<tool_call>" + "\n" * 30000),
+        ("qwen-xml", "<tool_call><function=add>" + "<parameter=a>" * 3000 + "</function></tool_call>"),
+        ("glm", "<tool_call>add<arg_key>" + " " * 30000 + "</tool_call>"),
+        ("kimi", "<|tool_call_begin|>" + " " * 30000),
+        ("seed", "<seed:tool_call><function=" + "a" * 30000),
+        ("lfm", "<|tool_call_start|>[say(text=" + "('" * 15000 + "]<|tool_call_end|>"),
+        ("gemma", "<|tool_call>call:say{" + "a:{" * 10000 + "}<tool_call|>"),
+        ("nemotron", "<TOOLCALL>" + "[" * 30000 + "</TOOLCALL>"),
+    ],
+)
+def test_a_long_malformed_call_is_content(name: str, text: str) -> None:
+    pieces = [text[place : place + 4] for place in range(0, len(text), 4)]
+    assert summary(read(name, pieces)) == ("", text, [])
+
+
 def test_only_special_tokens_that_mark_regions_are_kept() -> None:
     special = {"[TOOL_CALLS]": 5, "</s>": 2, "<|python_tag|>": 7, "<think>": 9}
     assert marker_tokens(chat_format("mistral"), special) == {5}
     assert marker_tokens(chat_format("llama"), special) == {7}
     assert marker_tokens(chat_format("thinker"), special) == {9}
     assert marker_tokens(None, special) == frozenset()
+    special = {"<|tool_call>": 1, "<tool_call|>": 2, '<|"|>': 3, "<|channel>": 4, "<channel|>": 5, "<turn|>": 6}
+    assert marker_tokens(chat_format("gemma"), special) == {1, 2, 3, 4, 5}
+    special = {"<|tool_call_start|>": 1, "<|tool_call_end|>": 2, "<|im_end|>": 3}
+    assert marker_tokens(chat_format("lfm"), special) == {1, 2}

@@ -63,6 +63,7 @@ from worker.errors import InvalidValue, SequenceFailed, StartError, UnsupportedB
 from worker.interface import Grammar, SamplingParams
 from worker.prompt import tools
 from worker.prompt.chat_formats import find
+from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax
 from worker.prompt.tools import preamble
 from worker.protocol.events import Exit
 from worker.server.server import Server
@@ -721,6 +722,50 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
             matcher.take(token)
         assert matcher.failure == "", said
     grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("<tool_call></tool_call>arguments", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
+        ("<|tool_call|>", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]'),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'),
+        ("<|python_tag|>", '{"name": "f", "parameters": {"a": 1}}'),
+        ("<TOOLCALL>", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>'),
+        ("<|tool_call|><|/tool_call|>", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>'),
+        ("functools[", 'functools[{"name": "f", "arguments": {"a": 1}}]'),
+        ("<|START_ACTION|>", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>'),
+        ("<|CHATBOT_TOKEN|>Action:tool_name", 'Action:\n```json\n[{"tool_name": "f", "parameters": {"a": 1}}]\n```'),
+        # no syntax of their own
+        ("<|tool_call_begin|>", '[{"name": "f", "arguments": {"a": 1}}]'),
+        ("<minimax:tool_call>", '[{"name": "f", "arguments": {"a": 1}}]'),
+        ("<seed:tool_call><function=", '[{"name": "f", "arguments": {"a": 1}}]'),
+        ("<|tool_call_start|>", '[{"name": "f", "arguments": {"a": 1}}]'),
+        ("<|tool_call>call:", '[{"name": "f", "arguments": {"a": 1}}]'),
+    ],
+)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_required_call_is_one_that_is_parsed(source: str, answer: str, calls: int) -> None:
+    family = find(source, None)
+    assert family is not None
+    syntax = call_syntax(family)
+    if calls > 1:
+        if syntax.between is None:
+            return
+        before, after = syntax.begin + syntax.each[0], syntax.each[1] + syntax.end
+        call = answer.removeprefix(before).removesuffix(after)
+        answer = f"{before}{call}{syntax.each[1]}{syntax.between}{syntax.each[0]}{call}{after}"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    matcher = grammars.matcher(tools.grammar(tools.ToolOptions([tool], [tool], is_required=True), syntax, {}))
+    for token in tokenizer.encode(answer, add_special_tokens=False):
+        matcher.take(token)
+    matcher.take(EOS)
+    grammars.close()
+    parser = AnswerParser(ParseOptions(chat_format=family, tools=[tool], is_constrained=True))
+    parts = [*(part for letter in answer for part in parser.push(letter)), *parser.finish()]
+    assert [part.call and (part.call.name, part.call.arguments) for part in parts] == [("f", '{"a":1}')] * calls
 
 
 # In the sampler
