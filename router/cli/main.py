@@ -32,6 +32,7 @@ from router.errors import ConfigError, RouterError
 from router.store.catalogue import Further, find_preset, for_all, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+STDERR = 2  # its file descriptor
 SCHEMA = 1  # version of JSON documents on stdout
 _ABOUT = "Serve many language models from one address, one worker process per model, and evict models by memory."
 _EXAMPLES = (
@@ -368,6 +369,7 @@ def _choose(ctx: click.Context, params: Mapping[str, Any], name: str) -> tuple[S
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return its exit code: 0, 1 faults or failure, 2 usage or configuration, 3 no router answers, 4
     the model does not fit, 130 interrupted."""
+    _open_standard_streams()
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
     except click.ClickException as error:
@@ -381,6 +383,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = io.StringIO()  # The interpreter must not try again to write at its end.
         return FAULTS
     return code if isinstance(code, int) else OK
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null for standard streams that are closed (`router <&-`, some init systems). Sockets would get their
+    numbers, and libuv ends the process when it closes one of these."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 def _better(error: click.NoSuchOption) -> click.UsageError:

@@ -197,6 +197,14 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
         assert not any("Traceback" in line for line in up.log)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
+async def test_a_router_whose_standard_streams_are_closed_serves_and_ends(tmp_path: Path, closed: str) -> None:
+    under = ("sh", "-c", f'exec "$@" {closed}', "sh")
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN, under=under) as up:
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        assert await up.end() == 0
+
+
 # Readiness
 
 
