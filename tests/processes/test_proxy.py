@@ -167,6 +167,23 @@ async def test_a_request_is_retried_if_its_worker_dies_before_the_first_byte_of_
         assert up.count('router_requests_total{code="200",endpoint="chat",model="a"}') == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_retried_if_its_worker_was_stopped_by_a_signal_of_somebody_else(
+    tmp_path: Path, stream: bool
+) -> None:
+    async def stop_once(upstream: Upstream) -> None:
+        if len(up.requests) > 1:
+            await upstream.send(ANSWER if stream else WHOLE)
+            return
+        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n"
+        await upstream.send(head + b"{}")
+        up.launcher.die("a")
+
+    async with world(tmp_path, stop_once) as up:
+        got = await ask(up, {"stream": stream})
+        assert (got.status, got.whole, len(up.requests)) == (200, True, 2)
+
+
 async def test_a_request_is_not_retried_after_the_first_event(tmp_path: Path) -> None:
     async with dying(tmp_path, WORDS[0]) as (up, seen):
         got = await ask(up, {"stream": True}, seen=seen)
