@@ -122,31 +122,31 @@ class AnswerText:
         self._detokenizer = Detokenizer(decode, context)
         self._stops = tuple(stops)
         self._shows_stop = shows_stop
-        self._held = ""
+        self._buffer = ""
         self._shown = 0
         # start and end offset in the text of each token that is not shown yet
         self._tokens: deque[tuple[int, int]] = deque()
 
     def push(self, token: int) -> TextPiece:
         """Add the next token and return the text that may be shown now."""
-        start = self._shown + len(self._held)
-        self._held += self._detokenizer.push(token)
-        self._tokens.append((start, self._shown + len(self._held)))
-        return self._cut() or self._show(len(self._held) - self._possible_stop_length())
+        start = self._shown + len(self._buffer)
+        self._buffer += self._detokenizer.push(token)
+        self._tokens.append((start, self._shown + len(self._buffer)))
+        return self._cut() or self._show(len(self._buffer) - self._possible_stop_length())
 
     def finish(self) -> TextPiece:
         """End the answer and return all text that was held back, up to a stop string."""
-        self._held += self._detokenizer.finish()
+        self._buffer += self._detokenizer.finish()
         piece = self._cut()
         if piece is not None:
             return piece
-        shown = self._show(len(self._held))
+        shown = self._show(len(self._buffer))
         rest = len(self._tokens)
         self._tokens.clear()
         return TextPiece(shown.text, shown.tokens + rest)
 
     def _show(self, length: int) -> TextPiece:
-        text, self._held = self._held[:length], self._held[length:]
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
         self._shown += length
         tokens = 0
         while self._tokens and self._tokens[0][1] <= self._shown:
@@ -156,20 +156,20 @@ class AnswerText:
 
     def _cut(self) -> TextPiece | None:
         """Return the text up to the first stop string, or None. Tokens that start behind it are not counted."""
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if not found:
             return None
         at, stop = min(found, key=lambda pair: pair[0])
         end = at + len(stop) if self._shows_stop else at
         tokens = sum(start < self._shown + end for start, _ in self._tokens)
-        return TextPiece(self._held[:end], tokens, stop)
+        return TextPiece(self._buffer[:end], tokens, stop)
 
     def _possible_stop_length(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
+        """Return the length of the longest suffix of the buffered text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(self._buffer)), longest, -1):
+                if self._buffer.endswith(stop[:length]):
                     longest = length
                     break
         return longest

@@ -149,7 +149,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "responses": {
             **_success(route),
             **{str(status): _error_response(route, status, error) for status in statuses(route)},
-            **_further(route),
+            **_other_responses(route),
         },
     }
     if route.worker:
@@ -212,7 +212,7 @@ def _success(route: Route) -> dict[str, Any]:
     return {"200": {"description": route.summary, "headers": headers, "content": content}}
 
 
-def _further(route: Route) -> dict[str, Any]:
+def _other_responses(route: Route) -> dict[str, Any]:
     """Responses that are neither a success nor an error object, by status."""
     further = route.response.further if route.response is not None else {}
     return {

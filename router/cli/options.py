@@ -83,10 +83,10 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        mine = [SETTINGS[param.name][0] for param in options if param.name in SETTINGS and not param.hidden]
+        own_options = [SETTINGS[param.name][0] for param in options if param.name in SETTINGS and not param.hidden]
         most = 34 if formatter.width > NARROW else formatter.width // 3
         for group in settings.GROUPS:
-            rows = [_row(option) for option in mine if option.group == group]
+            rows = [_row(option) for option in own_options if option.group == group]
             if rows:
                 with formatter.section(group):
                     formatter.write_dl(rows, col_max=most)
@@ -132,12 +132,12 @@ def _metavar(option: Option) -> str:
 
 def command_params(*, only: Container[str] = settings.BY_FLAG, hidden: Container[str] = ()) -> list[click.Parameter]:
     """The options in `only` and all keys of models. Those in `hidden` are accepted, but not in the help."""
-    mine = (
+    own_options = (
         _as_option(option, hidden=True) if option.flag in hidden else param
         for option, param in SETTINGS.values()
         if option.flag in only
     )
-    return [*mine, *(param for _, param in MODEL_KEYS.values()), _HELP]
+    return [*own_options, *(param for _, param in MODEL_KEYS.values()), _HELP]
 
 
 def params_of_check(shown: Container[str]) -> list[click.Parameter]:

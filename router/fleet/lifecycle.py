@@ -357,18 +357,18 @@ async def _until_granted(worker: Worker, work: Coroutine[Any, Any, object]) -> N
 
 async def _until_drained_or_lost(worker: Worker, fleet: Fleet, process: WorkerProcess) -> None:
     """Wait until the worker is retired and drained. Raises WorkerLost as soon as its process is lost."""
-    async with tasks_of(process.lost(), _drain(worker, fleet), process.unreachable()) as (lost, over, unreachable):
-        await asyncio.wait({lost, over, unreachable}, return_when=asyncio.FIRST_COMPLETED)
-        if not (lost.done() or over.done()):
+    async with tasks_of(process.lost(), _drain(worker, fleet), process.unreachable()) as (lost, drained, unreachable):
+        await asyncio.wait({lost, drained, unreachable}, return_when=asyncio.FIRST_COMPLETED)
+        if not (lost.done() or drained.done()):
             fleet.replace(worker)
-            await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lost, drained}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             if worker.reason == "shutdown":
                 return  # a second signal kills all workers
             worker.lost = lost.result()
             worker.reason = worker.lost.cause
             raise worker.lost
-        over.result()
+        drained.result()
 
 
 async def _drain(worker: Worker, fleet: Fleet) -> None:

@@ -168,12 +168,12 @@ def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Seq
     Lower priority goes first, then the least recently used. Pinned models stay.
     """
     kept = [weights for weights in present if not weights.released.is_set()]
-    over = sum(weights.request.size for weights in kept) + size - budget
+    excess = sum(weights.request.size for weights in kept) + size - budget
     victims = []
     for weights in sorted(kept, key=lambda weights: (weights.preset.priority, weights.request.last_used)):
-        if over <= 0:
+        if excess <= 0:
             break
         if not weights.preset.pin:
             victims.append(weights)
-            over -= weights.request.size
-    return victims if over <= 0 else None
+            excess -= weights.request.size
+    return victims if excess <= 0 else None

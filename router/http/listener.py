@@ -318,7 +318,7 @@ class _PlainConnection(asyncio.Protocol):
         self._parser: HttpRequestParser | None = HttpRequestParser(self)  # a reference cycle: None in the end
         self._data = b""  # received bytes that belong to no request that was taken
         # Bytes of the head of the request that is arriving, once that is parsed, and of the whole request.
-        self._head = self._whole = 0
+        self._head = self._length = 0
         self._since = 0.0  # when the last response ended, or the first byte of the request that is arriving came
         self._route: Route | None = None
         self._stays_open = True
@@ -380,7 +380,7 @@ class _PlainConnection(asyncio.Protocol):
     def _next(self) -> None:
         """Take the next request, if all of it has arrived."""
         data = self._data
-        if not self._whole:
+        if not self._length:
             head = data.find(b"\r\n\r\n") + 4
             if head < 4:
                 if len(data) > LONGEST_HEAD:
@@ -390,11 +390,11 @@ class _PlainConnection(asyncio.Protocol):
             if length is None:
                 self._hand_over()
                 return
-            self._head, self._whole = head, head + length
-        if len(data) < self._whole:
+            self._head, self._length = head, head + length
+        if len(data) < self._length:
             return
-        body, self._data = data[self._head : self._whole], data[self._whole :]
-        self._whole = 0
+        body, self._data = data[self._head : self._length], data[self._length :]
+        self._length = 0
         route, target, headers = self._route, self._target, self._headers
         assert route is not None
         assert self._parser is not None

@@ -95,7 +95,7 @@ class Bodies:
     def __init__(self, registry: Registry, most: int = MAX_BUFFERED):
         self._registry = registry
         self.buffered = 0  # bytes of all bodies in memory
-        self._most = most  # the limit of `buffered`; more are rejected
+        self._limit = most  # the limit of `buffered`; more are rejected
         self._small = most >> 13  # 64 KiB: about what each connection may take in any case
         self._gives_back = False  # a call of `_give_back` is scheduled
 
@@ -131,7 +131,7 @@ class Bodies:
         if incoming.buffered > limit:
             raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
         # A small body is admitted all the same: a few clients with large ones must not lock out the others.
-        if self.buffered > self._most and incoming.buffered > self._small:
+        if self.buffered > self._limit and incoming.buffered > self._small:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
 
     def forget(self, incoming: Incoming) -> None:

@@ -82,12 +82,12 @@ class Lines:
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._rest = b""
+        self._incomplete = b""
         self._skips = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes."""
-        *whole, rest = (self._rest + data).split(b"\n")
+        *whole, rest = (self._incomplete + data).split(b"\n")
         lines = [line[: self._limit + 1] for line in whole[self._skips :]]
         if whole:
             self._skips = False
@@ -96,12 +96,12 @@ class Lines:
         elif len(rest) > self._limit:
             lines.append(rest[: self._limit + 1])
             rest, self._skips = b"", True
-        self._rest = rest
+        self._incomplete = rest
         return lines
 
     def end(self) -> list[bytes]:
         """The last line, if it has no line end."""
-        rest, self._rest = self._rest, b""
+        rest, self._incomplete = self._incomplete, b""
         return [rest] if rest and not self._skips else []
 
 

@@ -124,18 +124,18 @@ class FreeMemory:
         if len(short) == 1:
             return self._victims_on(short[0], claim[short[0]], order)
         lacking = {id: self._figures[id] for id in short}
-        taken: list[Resident] = []
+        chosen: list[Resident] = []
         for resident in order:
             if not short:
                 break
             if is_on(resident, short):
-                taken.append(resident)
+                chosen.append(resident)
                 lacking = {id: _without(figures, id, (resident,)) for id, figures in lacking.items()}
                 short = [id for id in short if min(lacking[id]) < claim[id]]
         if short:
             return None
         needed: list[Resident] = []
-        for resident in reversed(taken):
+        for resident in reversed(chosen):
             less = {id: _with(figures, id, resident) for id, figures in lacking.items()}
             if any(min(figures) < claim[id] for id, figures in less.items()):
                 needed.append(resident)
@@ -147,19 +147,19 @@ class FreeMemory:
         """The same where only one device is short. This is nearly always the case, and makes a whole plan a tenth
         faster (scripts/bench_scheduler, 64 residents on 16 devices)."""
         driver, ledger, limit = (figure - size for figure in self._figures[id])
-        taken: list[tuple[Resident, int, int]] = []
+        chosen: list[tuple[Resident, int, int]] = []
         for resident in order:
             reserved = resident.reserved.get(id, 0)
             occupied = resident.measured.get(id, reserved)
             if reserved or occupied:
-                taken.append((resident, occupied, reserved))
+                chosen.append((resident, occupied, reserved))
                 driver, ledger, limit = driver + occupied, ledger + reserved, limit + reserved
                 if driver >= 0 and ledger >= 0 and limit >= 0:
                     break
         else:
             return None
         needed: list[Resident] = []
-        for resident, occupied, reserved in reversed(taken):
+        for resident, occupied, reserved in reversed(chosen):
             if driver >= occupied and ledger >= reserved and limit >= reserved:
                 driver, ledger, limit = driver - occupied, ledger - reserved, limit - reserved
             else:

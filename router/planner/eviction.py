@@ -194,8 +194,8 @@ class VictimOrder:
         elif (first := bisect_right(busy_residency_ends, now)) < len(busy_residency_ends):
             moment = busy_residency_ends[first]
         for resident in self.victims.idle_in_residency:
-            if now < (over := self._may_leave_at(resident)) < moment:
-                moment = over
+            if now < (leaves_at := self._may_leave_at(resident)) < moment:
+                moment = leaves_at
         return moment
 
     def _may_leave_at(self, resident: Resident) -> float:
@@ -204,8 +204,8 @@ class VictimOrder:
             return self._latest(resident)
         # An idle one keeps its place for a moment: a client that sends request after request would otherwise lose its
         # model between two of them.
-        over = resident.last_used + _idle_grace_for(resident, self.demand)
-        return over if resident.starting else min(over, resident.residency_ends)
+        idle_until = resident.last_used + _idle_grace_for(resident, self.demand)
+        return idle_until if resident.starting else min(idle_until, resident.residency_ends)
 
     def _latest(self, resident: Resident) -> float:
         """Return the time from which it may leave, whether it is in use or not."""

@@ -33,19 +33,19 @@ class SnapshotInfo:
     def __init__(self, files: Snapshots, shared_workers: SharedWorkers):
         self._files = files
         self._shared_workers = shared_workers
-        self._known: dict[str, tuple[str, Checkpoint]] = {}  # by model id: snapshot folder and its facts
+        self._facts: dict[str, tuple[str, Checkpoint]] = {}  # by model id: snapshot folder and its facts
         # By model id: the state of files that could not be read, and the time of it. A damaged pickle can take seconds.
         self._unreadable: dict[str, tuple[object, float]] = {}
         self._readings: dict[str, tuple[asyncio.Task[Checkpoint | None], float]] = {}  # running ones, with their start
 
     def forget(self, id: str) -> None:
         """Drop the facts of one model."""
-        self._known.pop(id, None)
+        self._facts.pop(id, None)
         self._unreadable.pop(id, None)
 
     def clear(self) -> None:
         """Drop all facts, because files may have changed."""
-        self._known, self._unreadable = {}, {}  # new mappings: a running read adds its old facts to the old ones
+        self._facts, self._unreadable = {}, {}  # new mappings: a running read adds its old facts to the old ones
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts of the preset's checkpoint.
@@ -76,11 +76,11 @@ class SnapshotInfo:
 
     async def texts(self, preset: Preset) -> SnapshotTexts:
         """The texts of a model whose facts are known; empty ones for another model."""
-        known = self._known.get(preset.id)
+        known = self._facts.get(preset.id)
         return await asyncio.to_thread(_read_texts, Path(known[0])) if known is not None else SnapshotTexts()
 
     async def _read(self, preset: Preset) -> Checkpoint | None:
-        facts_by_id, unreadable = self._known, self._unreadable
+        facts_by_id, unreadable = self._facts, self._unreadable
         listed = self._shared_workers.listed.get(preset.id)
         worker = next(iter(listed.model.workers), None) if listed is not None else None
         snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)

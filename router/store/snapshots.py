@@ -30,21 +30,21 @@ class Snapshots:
         versions = [version(name) for name in ("transformers", "tokenizers", DISTRIBUTION)]
         self.conversions = ConvertedSnapshots(state / "converted", versions=versions)
         # Folders of demo models, by name; only `worker download` defines where they are made.
-        self._made: dict[str, str] = {}
+        self._demo_folders: dict[str, str] = {}
 
     def find(self, preset: Preset) -> str | None:
         """Return the folder of the preset's complete snapshot, if any. Reads a few directory entries only."""
         if preset.path:
             return preset.path
         if preset.demo:
-            made = self._made.get(preset.demo)
-            return made if made is not None and os.path.isdir(made) else None
+            folder = self._demo_folders.get(preset.demo)
+            return folder if folder is not None and os.path.isdir(folder) else None
         return find_snapshot(preset.repo, preset.revision, self._cache)
 
     def fetched(self, preset: Preset, snapshot: str) -> None:
         """Record that a download of `preset` has made `snapshot`."""
         if preset.demo:
-            self._made[preset.demo] = snapshot
+            self._demo_folders[preset.demo] = snapshot
 
     def fingerprint(self, preset: Preset) -> object:
         """Return a value that changes with the model's files; None without files. Reads a few entries only."""

@@ -75,7 +75,7 @@ class ServedModel:
         # markup of reasoning and tool calls in answers; None: plain text only
         self.chat_format = chat_formats.find(self.template.source, _response_template(self.tokenizer))
 
-    def under(self, profile: Profile) -> "ServedModel":
+    def with_profile(self, profile: Profile) -> "ServedModel":
         """Return the same model with the settings of `profile`. Raise StartError like the constructor."""
         other = copy.copy(self)
         other._apply_options(replace(self.options, **asdict(profile)))

@@ -218,9 +218,9 @@ class ChatTemplate:
         )
 
     def _check_names(self, variables: Mapping[str, Any]) -> None:
-        taken = self._reserved & variables.keys()
-        if taken:
-            name = min(taken)
+        clashes = self._reserved & variables.keys()
+        if clashes:
+            name = min(clashes)
             raise InvalidValue(
                 f"chat_template_kwargs must not set {name}: it is reserved", param="chat_template_kwargs"
             )

@@ -212,7 +212,7 @@ def _direct_subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
         if isinstance(listed := schema.get(name), list):
             yield from listed
     for name in _SINGLE:
-        if isinstance(held := schema.get(name), list):
-            yield from held
+        if isinstance(subschema := schema.get(name), list):
+            yield from subschema
         else:
-            yield held
+            yield subschema

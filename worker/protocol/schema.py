@@ -32,37 +32,37 @@ def or_null(schema: Schema) -> Schema:
 
 
 def integer(low: int | None = None, high: int | None = None, about: str = "") -> Schema:
-    return or_null({"type": "integer", **_stated(minimum=low, maximum=high, description=about)})
+    return or_null({"type": "integer", **_given(minimum=low, maximum=high, description=about)})
 
 
 def number(low: float, high: float, about: str = "") -> Schema:
-    return or_null({"type": "number", **_stated(minimum=low, maximum=high, description=about)})
+    return or_null({"type": "number", **_given(minimum=low, maximum=high, description=about)})
 
 
 def flag(about: str = "") -> Schema:
-    return or_null({"type": "boolean", **_stated(description=about)})
+    return or_null({"type": "boolean", **_given(description=about)})
 
 
 def text(about: str = "") -> Schema:
-    return or_null({"type": "string", **_stated(description=about)})
+    return or_null({"type": "string", **_given(description=about)})
 
 
 def choice(values: Collection[str], about: str = "") -> Schema:
-    return {"enum": [*values, None], "type": ["string", "null"], **_stated(description=about)}
+    return {"enum": [*values, None], "type": ["string", "null"], **_given(description=about)}
 
 
 def array(items: Schema, *, most: int | None = None, least: int | None = None, about: str = "") -> Schema:
-    return or_null({"type": "array", "items": items, **_stated(minItems=least, maxItems=most, description=about)})
+    return or_null({"type": "array", "items": items, **_given(minItems=least, maxItems=most, description=about)})
 
 
 def record(fields: Body, about: str = "") -> Schema:
     """An object; fields whose schema has no null are required."""
-    return or_null({**described(fields), **_stated(description=about)})
+    return or_null({**described(fields), **_given(description=about)})
 
 
 def one_of(values: Collection[Any], about: str = "") -> Schema:
     """Exactly these values, or null: for a field of which no other value is supported."""
-    return {"enum": [None, *values], **_stated(description=about)}
+    return {"enum": [None, *values], **_given(description=about)}
 
 
 def required(schema: Schema) -> Schema:
@@ -78,7 +78,7 @@ def described(fields: Body, *also: str, about: str = "") -> Schema:
     `also`: fields that are required, beside those whose schema has no null.
     """
     needed = [name for name, schema in fields.items() if name in also or not allows_null(schema)]
-    stated = _stated(required=needed or None, description=about)
+    stated = _given(required=needed or None, description=about)
     return {"type": "object", "properties": dict(fields), **stated}
 
 
@@ -131,7 +131,7 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _stated(**keywords: Any) -> dict[str, Any]:
+def _given(**keywords: Any) -> dict[str, Any]:
     """The keywords of a schema that have a value."""
     return {name: value for name, value in keywords.items() if value not in (None, "")}
 
@@ -157,7 +157,7 @@ def ref(name: str) -> Schema:
 
 
 def any_of(*schemas: Schema, about: str = "") -> Schema:
-    return {"anyOf": list(schemas), **_stated(description=about)}
+    return {"anyOf": list(schemas), **_given(description=about)}
 
 
 def const(value: Any) -> Schema:

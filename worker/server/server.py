@@ -227,7 +227,7 @@ class Server:
         body = parse(await read(request))
         try:
             profile = Profile(**body)
-            model = self._model.under(profile)
+            model = self._model.with_profile(profile)
             await model.check_grammar()
         except TypeError:
             raise InvalidValue("a profile has a name, and options of the worker", param="name") from None

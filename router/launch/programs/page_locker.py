@@ -113,7 +113,7 @@ class _Program:
     def __init__(self) -> None:
         self._jobs: dict[int, _Job] = {}
         self._steps: deque[tuple[_Job, Iterator[None]]] = deque()
-        self._rest = b""
+        self._incomplete = b""
 
     def run(self) -> None:
         """Return at the end of stdin, when the router has exited."""
@@ -127,7 +127,7 @@ class _Program:
     def _read_orders(self) -> bool:
         """Returns False at the end of stdin."""
         data = os.read(0, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         for line in lines:
             order = json.loads(line)
             id = order["id"]

@@ -90,12 +90,12 @@ class SmallBatchSizes:
         """Time the next size on some of `layers`. False if nothing is left to measure."""
         if not self._turns:
             return False
-        size, taken = self._turns.pop(), 0
+        size, computed = self._turns.pop(), 0
         started = time.perf_counter()
         for layer in layers:
-            if taken < self.BYTES and layer.is_whole:
-                taken += layer.compute(size)
-        if not taken:
+            if computed < self.BYTES and layer.is_whole:
+                computed += layer.compute(size)
+        if not computed:
             self._turns.clear()
             return False
         seconds = time.perf_counter() - started
@@ -313,10 +313,10 @@ def read_sources(model: nn.Module) -> None:
 
 def onednn_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of oneDNN's kernels for the model's shapes, and bytes needed temporarily by reordering."""
-    taken = list(_candidates(model, REORDERED_FROM_BYTES))
-    kinds = {(weight.shape, weight.dtype) for _, weight in taken}
+    weights = list(_candidates(model, REORDERED_FROM_BYTES))
+    kinds = {(weight.shape, weight.dtype) for _, weight in weights}
     users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
-    most = max((weight.nbytes for module, weight in taken if users[id(module.weight)] == 1), default=0)
+    most = max((weight.nbytes for module, weight in weights if users[id(module.weight)] == 1), default=0)
     codes = min(len(kinds) * (len(REORDERED) + len(PLAIN)), KERNEL_CODES)
     return codes * KERNEL_CODE_BYTES, min(most, SLICE_BYTES)
 

@@ -51,13 +51,13 @@ class StepThreads:
     busy: Callable[[Collection[int]], float] = busy_seconds
     own: Callable[[], float] = time.process_time
     clock: Callable[[], float] = time.monotonic
-    _before: tuple[float, float] | None = None  # time and CPU seconds of other programs, at the call before
+    _previous: tuple[float, float] | None = None  # time and CPU seconds of other programs, at the call before
 
     def __call__(self) -> int:
         if self.most == 1:
             return 1
         now, others = self.clock(), self.busy(self.cores) - self.own()
-        before, self._before = self._before, (now, others)
+        before, self._previous = self._previous, (now, others)
         if before is None:
             return self.most
         return thread_count(self.most, len(self.cores), (others - before[1]) / (now - before[0]))

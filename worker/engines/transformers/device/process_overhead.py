@@ -75,19 +75,19 @@ class ProcessOverhead:
         """`allocated`: returns the bytes of a device in torch's allocator."""
         self._driver, self._allocated = driver, allocated
         self._expected = 0
-        self._before: dict[str, int | None] = {}
-        self._found: dict[str, int] = {}
+        self._used_before: dict[str, int | None] = {}
+        self._measured: dict[str, int] = {}
         self.reported: dict[str, int] = {}  # by device name, as in `Ready`: the first measurement
         self.is_own = True  # as in `Ready`: all figures come from NVML's list of processes
 
     def begin(self, devices: Sequence[str], expected: int) -> None:
         """Call before this process uses any of `devices`. `expected`: the router's figure (`ModelOptions`)."""
         self._expected = expected
-        self._before = {name: self._driver.used(name) for name in devices if name != "cpu"}
+        self._used_before = {name: self._driver.used(name) for name in devices if name != "cpu"}
 
     def measure(self) -> None:
         """Update the figures. Call after kernels and libraries have been used."""
-        for name, before in self._before.items():
+        for name, before in self._used_before.items():
             own, used, allocated = self._driver.own(name), self._driver.used(name), self._allocated(name)
             found = None
             if own is not None:
@@ -95,14 +95,14 @@ class ProcessOverhead:
             elif used is not None and before is not None:
                 found = used - before - allocated
             if found is not None and LEAST_BYTES <= found <= MOST_BYTES:
-                self._found[name] = found
+                self._measured[name] = found
                 if name not in self.reported:
                     self.reported[name] = found
                     self.is_own = self.is_own and own is not None
 
     def bytes(self, device: str) -> int:
         """Overhead on an accelerator: measured, else the router's figure, else a constant."""
-        return self._found.get(device) or self._expected or DEVICE_PROCESS_BYTES
+        return self._measured.get(device) or self._expected or DEVICE_PROCESS_BYTES
 
 
 overhead = ProcessOverhead(NvmlMemory(), lambda name: torch.cuda.memory_reserved(torch.device(name)))  # of this process

@@ -178,7 +178,7 @@ def _module_devices(model: Any, split: LayerSplit) -> dict[nn.Module, torch.devi
     parent, stack = stack_of(model)
     devices: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
     devices |= dict.fromkeys(_outside(model, stack), split.devices[0])
-    devices |= dict.fromkeys(_after(parent, stack), split.devices[-1])
+    devices |= dict.fromkeys(_modules_after(parent, stack), split.devices[-1])
     head = model.get_output_embeddings()
     if head is not None:
         devices[head] = tail_of(model, split)
@@ -202,7 +202,7 @@ def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     return found[0]
 
 
-def _after(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
+def _modules_after(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
     """Modules with weights behind the layers: usually the final norm."""
     children = list(parent.children())
     return [child for child in children[children.index(stack) + 1 :] if next(child.parameters(), None) is not None]

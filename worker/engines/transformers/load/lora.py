@@ -140,13 +140,13 @@ class LoraAdapters:
             raise UnsupportedByModel("this model has no linear layers that support adapters")
         self._modules = {name for name, _ in model.named_modules()}
         self._prefix = f"{model.base_model_prefix}."
-        self._held: list[LoraAdapter | None] = [None] * slots
+        self._by_slot: list[LoraAdapter | None] = [None] * slots
         self._opened: dict[int, tuple[LoraAdapter, LoraFile]] = {}  # by slot: to be loaded by the planned step
         self._active: list[_LoraLayer] = []
         self._lock = threading.Lock()
         self._numbers = count(1)
         # By name in order of registration; a string is the reason why an adapter cannot be used.
-        self._known: dict[str, LoraAdapter | str] = {}
+        self._adapters: dict[str, LoraAdapter | str] = {}
         self._sources: dict[str, AdapterSource] = {}
         self._default = ""
         self._files: OrderedDict[int, LoraFile] = OrderedDict()
@@ -181,12 +181,12 @@ class LoraAdapters:
         with self._lock:
             known: dict[str, LoraAdapter | str] = {}
             for source in sources:
-                before = self._known.get(source.name)
+                before = self._adapters.get(source.name)
                 if isinstance(before, LoraAdapter) and self._sources.get(source.name) == source:
                     known[source.name] = before
                 else:
                     known[source.name] = self._read(source)
-            self._known, self._default = known, default
+            self._adapters, self._default = known, default
             self._sources = {source.name: source for source in sources}
             return {name: adapter for name, adapter in known.items() if isinstance(adapter, str)}
 
@@ -201,10 +201,10 @@ class LoraAdapters:
     def forget_gone(self) -> None:
         """Free the slots of unregistered adapters as soon as no sequence uses them."""
         with self._lock:
-            known = {adapter.number for adapter in self._known.values() if isinstance(adapter, LoraAdapter)}
+            known = {adapter.number for adapter in self._adapters.values() if isinstance(adapter, LoraAdapter)}
             for number in [number for number in self._files if number not in known]:
                 del self._files[number]
-        for adapter in self._held:
+        for adapter in self._by_slot:
             if adapter is not None and adapter.number not in known:
                 self.slots.forget(adapter)
 
@@ -217,14 +217,14 @@ class LoraAdapters:
                 choice = AdapterChoice(self._default)
             name = choice.name
             if choice.number is not None:
-                if not 0 <= choice.number < len(self._known):
+                if not 0 <= choice.number < len(self._adapters):
                     raise AdapterNotFound(f"there is no adapter {choice.number}; GET /lora-adapters lists them")
-                name = list(self._known)[choice.number]
+                name = list(self._adapters)[choice.number]
             if not name or not choice.scale:
                 return None
-            found = self._known.get(name)
+            found = self._adapters.get(name)
             if found is None:
-                raise AdapterNotFound(_unknown(name, list(self._known)))
+                raise AdapterNotFound(_unknown(name, list(self._adapters)))
             if isinstance(found, str):
                 raise UnusableAdapter(f"adapter '{name}' cannot be used: {found}")
             return AppliedAdapter(found, choice.scale * found.scale)
@@ -252,7 +252,7 @@ class LoraAdapters:
                 f"{adapter.folder} has rank {file.rank}, {self._lora_rank} is the most; raise max-lora-rank"
             )
         for name, pair in file.pairs.items():
-            a, b = self._whole(self._layers[name], pair.rank)
+            a, b = self._undivided_shapes(self._layers[name], pair.rank)
             if (tuple(pair.a.shape), tuple(pair.b.shape)) != (a, b):
                 shapes = f"{list(pair.b.shape)} x {list(pair.a.shape)} in the file, {list(b)} x {list(a)} here"
                 raise UnusableAdapter(f"{adapter.folder} is for another model: {name} is {shapes}")
@@ -270,7 +270,7 @@ class LoraAdapters:
             )
         raise UnusableAdapter(f"{adapter.folder} is for another model: there is no layer {name}")
 
-    def _whole(self, layer: _LoraLayer, lora_rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _undivided_shapes(self, layer: _LoraLayer, lora_rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of A and B of an undivided layer."""
         sizes = [layer.b.shape[1], layer.a.shape[2]]  # outputs, inputs
         if self._share is not None and layer.divided is not None:
@@ -281,7 +281,7 @@ class LoraAdapters:
         """Copy an adapter into its slot: from its file, or from the leader."""
         slot = load.slot
         # Empty the slot first: after an error below it must not hold a mix of two adapters.
-        self._held[slot] = None
+        self._by_slot[slot] = None
         for layer in self._layers.values():
             layer.lora_ranks[slot] = 0
         adapter, file = self._opened.pop(slot, (None, None))
@@ -292,7 +292,7 @@ class LoraAdapters:
             if file is not None and pair is not None:
                 file.file.release_pages(pair.a)
                 file.file.release_pages(pair.b)
-        self._held[slot] = adapter
+        self._by_slot[slot] = adapter
 
     def _parts(self, layer: _LoraLayer, lora_rank: int, pair: LoraPair | None) -> tuple[torch.Tensor, torch.Tensor]:
         """A and scaled B of a layer, or this rank's slices of them. `pair`: None on ranks that get it from the
@@ -301,7 +301,7 @@ class LoraAdapters:
             a = pair.a.to(layer.a.device, layer.a.dtype)
             b = (pair.b.to(layer.b.device, torch.float32) * pair.scaling).to(layer.b.dtype)
         else:
-            a, b = (layer.a.new_empty(shape) for shape in self._whole(layer, lora_rank))
+            a, b = (layer.a.new_empty(shape) for shape in self._undivided_shapes(layer, lora_rank))
         if self._share is None:
             return a, b
         part, group = self._share
@@ -331,7 +331,7 @@ class LoraAdapters:
             if use is not None:
                 slot = self.slots.slot(use.adapter)
                 groups.append((slot, use.scale, spans if len(runs) > 1 else ()))
-                if self._held[slot] is not use.adapter and slot not in self._opened:
+                if self._by_slot[slot] is not use.adapter and slot not in self._opened:
                     with self._lock:
                         self._opened[slot] = use.adapter, self._open(use.adapter)
         loads = [
@@ -382,7 +382,7 @@ class LoraAdapters:
         adapter = LoraAdapter(0, "", "")
         self.slots.acquire(adapter)
         slot = self.slots.slot(adapter)
-        self._held[slot] = adapter
+        self._by_slot[slot] = adapter
         for layer in self._layers.values():
             layer.lora_ranks[slot] = self._lora_rank
         return AppliedAdapter(adapter)

@@ -68,31 +68,31 @@ class PieceWriter:
     def __init__(self, descriptor: int, at: int = 0):
         self.written = at  # end of the bytes written
         self._descriptor = descriptor
-        self._kept = bytearray()
+        self._buffer = bytearray()
 
     @property
     def end(self) -> int:
         """End of the bytes appended."""
-        return self.written + len(self._kept)
+        return self.written + len(self._buffer)
 
     def append(self, data: bytes | memoryview) -> None:
         """Append `data`. Raises OSError if a piece cannot be written."""
         rest = memoryview(data)
         while rest:
             room = PIECE - self.end % PIECE
-            self._kept += rest[:room]
+            self._buffer += rest[:room]
             if len(rest) >= room:
                 self.flush()
             rest = rest[room:]
 
     def flush(self) -> None:
         """Write the rest, however small. Raises OSError."""
-        rest = memoryview(self._kept)
+        rest = memoryview(self._buffer)
         while rest:
             count = os.pwrite(self._descriptor, rest, self.written)
             rest = rest[count:]
             self.written += count
-        self._kept = bytearray()
+        self._buffer = bytearray()
 
 
 class BackgroundReader(Generic[Stretch]):

@@ -61,8 +61,8 @@ class _EncoderInputs:
 
     def __init__(self, model: Any, device: torch.device, pad: int):
         self._model, self._device, self._pad = model, device, pad
-        taken = inspect.signature(model.forward).parameters
-        self._takes_kinds = "token_type_ids" in taken
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_kinds = "token_type_ids" in parameters
         self._extra = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
 
     def forward(self, texts: Sequence[EncoderInput], output: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -216,17 +216,17 @@ class MaskBudget:
     """
 
     def __init__(self, rows: int, seconds: float = MASK_SECONDS):
-        self._left, self._share = seconds, seconds / rows if rows else 0.0
+        self._seconds_left, self._share = seconds, seconds / rows if rows else 0.0
 
     @property
     def limit(self) -> float:
         """Seconds that the next row may take."""
-        return max(self._left, self._share)
+        return max(self._seconds_left, self._share)
 
     def spend(self, seconds: float) -> bool:
         """Count the time of a row. Return False if the row took too long."""
         is_within = seconds <= self.limit
-        self._left -= seconds
+        self._seconds_left -= seconds
         return is_within
 
 
@@ -393,11 +393,11 @@ class Grammars:
         with self._lock:
             self._compiled[grammar] = compiled, seconds
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._taken > KEPT_SECONDS):
+            while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._seconds > KEPT_SECONDS):
                 self._compiled.popitem(last=False)
 
     @property
-    def _taken(self) -> float:
+    def _seconds(self) -> float:
         return sum(seconds for _, seconds in self._compiled.values())
 
     @property
@@ -458,7 +458,7 @@ class Grammars:
         import llguidance  # late: the import takes a tenth of a second, and few requests need it
 
         try:
-            source = _after(grammar.preamble, _source(grammar))
+            source = _with_preamble(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
             raise _uncompilable(grammar, _plainer(one_line(error))) from None
 
@@ -569,7 +569,7 @@ def _code_point(escape: re.Match[str]) -> str:
     return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
-def _after(preamble: str, source: str) -> str:
+def _with_preamble(preamble: str, source: str) -> str:
     """A grammar that begins with the rules of `preamble`, in Lark, and continues with `source`."""
     if not preamble:
         return source

@@ -72,8 +72,8 @@ class StepCost:
 
     def seconds_for(self, decodes: int, tokens: int, context_reads: float = 0.0) -> float:
         """Expected seconds of a step with these numbers."""
-        fixed, decode, token, back = self.parts
-        return fixed + decodes * decode + tokens * token + context_reads * back
+        fixed, decode, token, context_read = self.parts
+        return fixed + decodes * decode + tokens * token + context_reads * context_read
 
     def learn(self, decodes: int, tokens: int, seconds: float, context_reads: float = 0.0) -> None:
         """Record the measured `seconds` of a step."""
@@ -118,8 +118,8 @@ class StepCost:
             for place in range(count):
                 for column in range(count + 1):
                     rows[place][column] += weight * row[place] * row[column]
-        fixed, decode, token, back = _solve(rows)
-        return fixed, decode, token, back
+        fixed, decode, token, context_read = _solve(rows)
+        return fixed, decode, token, context_read
 
 
 def _solve(rows: list[list[float]]) -> list[float]:
@@ -193,8 +193,8 @@ class PrefillBudget:
         """
         if not self._has_prompt_timings:
             return min(chunk, self._INITIAL_TOKENS)
-        fixed, _, token, back = self._cost.parts
-        reading, per_token = start * back, max(token + start * back / TOKENS_PER_CONTEXT_READ, 1e-9)
+        fixed, _, token, context_read = self._cost.parts
+        reading, per_token = start * context_read, max(token + start * context_read / TOKENS_PER_CONTEXT_READ, 1e-9)
         allowed = max(self.PROMPT_SECONDS - fixed, self.MAX_LENGTHENING * fixed)
         if decoding:
             alone = self._cost.seconds_for(decoding, 0)
