@@ -179,17 +179,40 @@ def test_a_draft_agrees_the_more_the_less_its_target_adds(bench: Any, tmp_path: 
 
 def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench: Any) -> None:
     def row(rate: float) -> Any:
-        return {"tokens_per_second": [rate, 3 * rate, 2 * rate], "tokens_per_cpu_second": [rate / 2]}
+        rates = [(100.0, rate), (300.0, 3 * rate), (200.0, 2.2 * rate)]
+        return {"tokens_per_second": rates, "tokens_per_cpu_second": rates[:1]}
 
-    levels = {"4": {"without": row(100.0), "draft model": row(150.0), "assisted generation": {"error": "broke"}}}
+    levels = {"4": {"without, again": row(100.0), "draft model": row(150.0), "assisted generation": {"error": "broke"}}}
     text = "\n".join(bench.render_speculative({"good": {"drafts": {"draft model": (80, 60)}, "levels": levels}}))
-    assert "| good | 4 | draft model | 300.0 | 1.50 | 1.50 | 75% of 80 |" in text
-    assert "| good | 4 | without | 200.0 | 1.00 | 1.00 |  |" in text
-    assert "| good | 4 | assisted generation | broke | | | |" in text
+    assert "| good | 4 | draft model | 3 | 330.0 | 1.50 (1.50 to 1.65) | 1.50 (1.50 to 1.50) | 75% of 80 |" in text
+    assert "| good | 4 | without, again | 3 | 220.0 | 1.00 (1.00 to 1.10) | 1.00 (1.00 to 1.00) |  |" in text
+    assert "| good | 4 | assisted generation | broke | | | | |" in text
 
 
-def test_the_speed_of_steps_that_give_several_tokens_has_no_gaps(bench: Any) -> None:
-    figures = bench.Figures()
-    assert bench.speed(figures) == {"error": "not run"}
-    figures.add(bench.Trace(0.0, [[2.0] * 8]), 4.0)
-    assert bench.speed(figures) == {"tokens_per_second": [4.0], "tokens_per_cpu_second": [2.0]}
+def test_each_contestant_runs_beside_the_engine_without_drafts(bench: Any) -> None:
+    shape = bench.SHAPES["tiny"]
+    plain, again = Steady(bench, "without", 10.0), Steady(bench, "without, again", 9.0)
+    assisted, broken = Steady(bench, "assisted generation", 5.0), Steady(bench, "broken", None)
+    found = bench.take_pairs(plain, [again, assisted, broken], [1, 16], shape, rounds=5, seconds=99.0)
+    assert sorted(again.asked) == [1] * 5 + [16] * 5
+    assert sorted(assisted.asked) == [1] * 3 + [4] * 3, "few rounds, and one request after another"
+    assert sorted(broken.asked) == [1, 16]
+    assert 16 <= len(plain.asked) <= 18
+    assert [rate / without for without, rate in found[1]["without, again"].rates] == pytest.approx([0.9] * 5)
+    assert found[16]["broken"].summary() == {"error": "RuntimeError: out of order"}
+    assert bench.Pairs().summary() == {"error": "not run"}
+
+
+def test_pairs_are_compared_by_tokens_per_second_and_per_second_of_cpu_time(bench: Any) -> None:
+    pairs = bench.Pairs()
+    pairs.add(bench.Trace(0.0, [[2.0] * 8], 4.0), bench.Trace(0.0, [[1.0] * 8], 3.0), True)
+    assert pairs.summary() == {"tokens_per_second": [(4.0, 8.0)], "tokens_per_cpu_second": [(2.0, 8 / 3)]}
+    pairs.add(bench.Trace(0.0, [[2.0] * 8]), bench.Trace(0.0, [[1.0] * 8]), False)
+    assert (len(pairs.rates), len(pairs.work)) == (2, 1)
+
+
+def test_the_interval_of_a_median_leaves_out_what_chance_gives_seldom(bench: Any) -> None:
+    # Of n coins, fewer than k show heads with a probability of at most 2.5 %: tables of the sign test.
+    for count, first in ((1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (15, 4), (20, 6), (30, 10)):
+        middle = (count + 1) / 2
+        assert bench.median_interval(range(count, 0, -1)) == (middle, first, count + 1 - first)
