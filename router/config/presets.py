@@ -508,6 +508,8 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             ("reasoning-format", OneOf(("auto", "none"), {"deepseek": "auto"},
                 {"deepseek-legacy": "reasoning is either in the content (none) or in reasoning_content (auto)"}),
              (), ("LLAMA_ARG_THINK",), "none: reasoning stays in the content"),
+            ("reasoning-budget", Integer(-1), (), ("LLAMA_ARG_THINK_BUDGET",),
+             "tokens after which reasoning is ended; 0: no reasoning, -1: no limit"),
         )
     ),
     *(

@@ -17,7 +17,7 @@ from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts
 from worker.prompt.response_parser import AnswerParser, AnswerPart
 from worker.protocol.dialects.anthropic import COUNT_TOKENS, MESSAGES, OUTPUT, THINKING, TOOL_CHOICE
-from worker.protocol.dialects.generation_fields import MAX_STOPS
+from worker.protocol.dialects.generation_fields import MAX_STOPS, REASONING_BUDGETS
 
 _MAX_TOKENS = 4096  # default of this server; Anthropic's clients always send max_tokens
 # Error details that make Anthropic's clients continue without threads, which they request by default.
@@ -56,6 +56,7 @@ def _client_names(fields: BodyFields) -> Mapping[str, str]:
         "response_format.json_schema": format_,
         "response_format": format_,
         "reasoning_effort": "output_config.effort",
+        REASONING_BUDGETS[0]: "thinking.budget_tokens",
         "tools[].function": "tools[]",
     }
 
@@ -85,9 +86,9 @@ def _read(fields: BodyFields, model: ServedModel) -> Json:
         chat_body["continue_final_message"] = True
     chat_body["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.sequence("tools") or ())]
     chat_body |= _tool_choice(fields)
-    thinking = _translate_thinking(fields, model).get("chat_template_kwargs", {})
-    variables = {**(fields.mapping("chat_template_kwargs") or {}), **thinking}
-    return {**chat_body, **_translate_output(fields), "chat_template_kwargs": variables or None}
+    thinking = _translate_thinking(fields, model)
+    variables = {**(fields.mapping("chat_template_kwargs") or {}), **thinking.pop("chat_template_kwargs", {})}
+    return {**chat_body, **_translate_output(fields), **thinking, "chat_template_kwargs": variables or None}
 
 
 def _system(fields: BodyFields) -> list[Json]:
@@ -251,16 +252,18 @@ def _tool_choice(fields: BodyFields) -> Json:
 
 
 def _translate_thinking(fields: BodyFields, model: ServedModel) -> Json:
-    """Translate `thinking` for templates that have a switch. A budget cannot be enforced."""
+    """Translate `thinking`: the switch of the template, and the budget."""
     if fields.mapping("thinking") is None:
         return {}
     within = fields.within("thinking", THINKING)
     kind = within.choice("type")
     if kind is None:
         raise InvalidValue("thinking.type must be enabled, disabled or adaptive", param="thinking.type")
-    if within.integer("budget_tokens") is not None:
+    budget = within.integer("budget_tokens")
+    if budget is not None and kind == "disabled":
         fields.mark_unused("thinking.budget_tokens")
-    return switch_reasoning(fields, "thinking", model, is_on=kind != "disabled")
+        budget = None
+    return {REASONING_BUDGETS[0]: budget, **switch_reasoning(fields, "thinking", model, is_on=kind != "disabled")}
 
 
 def _translate_output(fields: BodyFields) -> Json:

@@ -19,6 +19,7 @@ from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import ChatFormat
 from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax, marker_tokens
 from worker.prompt.text_limits import TextLimit
+from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_COMPLETION
 
 _OWN_NAMES: Mapping[str, str] = {}
@@ -103,6 +104,10 @@ async def _parse_chat(
     conversation = replace(chats.read(fields, model.template, no_vision=model.engine.no_vision), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
+    budget, budget_fields = _reasoning_budget(fields, body, model)
+    if budget == 0 and model.template.thinking_switch and "enable_thinking" not in conversation.variables:
+        conversation = replace(conversation, variables={**conversation.variables, "enable_thinking": False})
+        budget, budget_fields = None, ()
     if fields.flag("store"):
         fields.mark_unused("store")
     include_reasoning = fields.flag("include_reasoning") is not False
@@ -142,9 +147,15 @@ async def _parse_chat(
         if tooling.is_required:
             ignored = (*ignored, grammar.field)  # every answer is a tool call, so the grammar has no effect
         grammar = replace(grammar, field=client_name(names, grammar.field))
-    grammar = _answer_grammar(grammar, tooling, parse_options, model)
-    if grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
+    if (
+        grammar is None
+        and not tooling.is_required
+        and any(tool["function"].get("strict") is True for tool in tooling.callable)
+    ):
         ignored = (*ignored, "tools[].function.strict")  # an optional call is parsed without a grammar
+    if budget is not None and tools.opening_token(model.chat_format, model.special) is None:
+        budget, ignored = None, (*ignored, *budget_fields)
+    grammar = _answer_grammar(grammar, tooling, parse_options, model, budget)
     markers = marker_tokens(model.chat_format, model.special)
     generations = common.generations(
         id,
@@ -317,6 +328,14 @@ def _reads_reasoning(fields: BodyFields, model: ServedModel) -> bool:
     return given != "none"
 
 
+def _reasoning_budget(fields: BodyFields, body: Json, model: ServedModel) -> tuple[int | None, tuple[str, ...]]:
+    """Return the most tokens of reasoning, None for no limit, and the fields of the request that state it."""
+    budget = fields.any_of(fields.integer, *REASONING_BUDGETS)
+    if budget is None or not 0 <= budget < model.engine.ctx_size:
+        return None, ()
+    return budget, tuple(name for name in REASONING_BUDGETS if body.get(name) is not None)
+
+
 def _answer_prefix(chat_format: ChatFormat | None, prompt: str, conversation: chats.Conversation) -> str:
     """Return the part of the answer that the prompt already contains, see `ParseOptions.prefix`."""
     if chat_format is None:
@@ -332,9 +351,13 @@ def _answer_prefix(chat_format: ChatFormat | None, prompt: str, conversation: ch
 
 
 def _answer_grammar(
-    grammar: Grammar | None, tooling: tools.ToolOptions, parse_options: ParseOptions, model: ServedModel
+    grammar: Grammar | None,
+    tooling: tools.ToolOptions,
+    parse_options: ParseOptions,
+    model: ServedModel,
+    budget: int | None,
 ) -> Grammar | None:
-    """Return the grammar of the whole answer, which applies after the reasoning.
+    """Return the grammar of the whole answer, which applies after the reasoning of at most `budget` tokens.
 
     Required tool calls replace the request's grammar. With optional tool calls the answer is either calls or JSON.
     """
@@ -349,7 +372,12 @@ def _answer_grammar(
                 param=grammar.field,
             )
         grammar = tools.grammar(tooling, calls, model.special, otherwise=grammar)
-    if grammar is None:
+    if grammar is None and budget is None:
         return None
-    is_thinking = AnswerParser(replace(parse_options, separate_reasoning=True)).is_thinking
-    return replace(grammar, preamble=tools.preamble(model.chat_format, is_open=is_thinking, special=model.special))
+    is_open = AnswerParser(replace(parse_options, separate_reasoning=True)).is_thinking
+    if grammar is None:
+        opening = tools.opening_token(model.chat_format, model.special)
+        assert opening is not None, "a budget needs the token"
+        grammar = tools.any_text(opening, is_open=is_open)
+    before = tools.preamble(model.chat_format, is_open=is_open, special=model.special, budget=budget)
+    return replace(grammar, preamble=before)

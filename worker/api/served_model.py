@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from worker.detokenizer import TokenBytes
 from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
 from worker.interface import EncoderInput, Engine, PromptImages
-from worker.prompt import chat_formats, sampling_options
+from worker.prompt import chat_formats, sampling_options, tools
 from worker.prompt.chat_template import ChatTemplate, Conversation
 from worker.prompt.response_parser import AnswerParser, ParseOptions
 from worker.prompt.text_limits import PIECE, TextLimit, bound_of, groups, shorten
 from worker.protocol.argv import ModelOptions, Profile, Serve
+from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 from worker.protocol.events import Exit
 
 if TYPE_CHECKING:
@@ -82,7 +83,12 @@ class ServedModel:
         return other
 
     async def check_grammar(self) -> None:
-        """Raise StartError for a grammar of the preset that cannot be compiled. Every request would fail."""
+        """Raise StartError for a grammar of the preset that cannot be compiled. Every request would fail. Warn of a
+        limit of reasoning that has no effect.
+        """
+        budget = self.defaults.members.get(REASONING_BUDGETS[0], -1)
+        if budget != -1 and tools.opening_token(self.chat_format, self.special) is None:
+            _log.warning("reasoning-budget has no effect: no tokens of this model begin and end its reasoning")
         if self.defaults.grammar is not None and "completion" in self.engine.capabilities:
             try:
                 await self.engine.check_grammar(self.defaults.grammar)

@@ -18,6 +18,7 @@ from worker.protocol.dialects.generation_fields import (
     MAX_BIAS_LENGTH,
     MAX_BIASES,
     MAX_STOPS,
+    REASONING_BUDGETS,
     SAMPLER_ALIASES,
     SAMPLER_LETTERS,
     SAMPLING,
@@ -49,6 +50,7 @@ _MEMBERS = {
     "grammar": "grammar",
     "json-schema": "json_schema",
     "reasoning-format": "reasoning_format",
+    "reasoning-budget": REASONING_BUDGETS[0],
 }
 _CHECKPOINT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -75,6 +77,8 @@ class SamplingDefaults:
         has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
         if has_tools or any(body.get(name) is not None for name in GRAMMAR):
             added = {name: value for name, value in added.items() if name not in GRAMMAR}
+        if any(body.get(name) is not None for name in REASONING_BUDGETS):
+            added.pop(REASONING_BUDGETS[0], None)
         if body.get("include_reasoning") is False:
             added.pop("reasoning_format", None)
         return {**body, **added} if added else body

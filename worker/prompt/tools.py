@@ -12,6 +12,7 @@ from worker.interface import JSON_WHITESPACE, Grammar
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import CallSyntax, ChatFormat
 from worker.prompt.guided_decoding import close_schema
+from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
 _JSON_FIRST_CHARACTERS = '{["-0123456789tfn \t\r\n'
 
@@ -104,23 +105,45 @@ def grammar(
     return Grammar("lark", "\n".join(["start: calls | answer", f"answer: %json {answer}", *rules]), otherwise.field)
 
 
-def preamble(chat_format: ChatFormat | None, *, is_open: bool, special: Mapping[str, int]) -> str:
+def preamble(
+    chat_format: ChatFormat | None, *, is_open: bool, special: Mapping[str, int], budget: int | None = None
+) -> str:
     """Return Lark's rule `preamble` for optional reasoning before constrained text; empty for a model without
     reasoning.
 
-    `is_open`: the prompt ends inside the reasoning.
+    `is_open`: the prompt ends inside the reasoning. `budget`: the most tokens of it; None: no limit.
     """
     if chat_format is None or chat_format.reasoning_markers is None:
         return ""
     begin, end = chat_format.reasoning_markers
     if end in special:
-        rules = [f"thoughts: /(?s:.*)/ <[{special[end]}]>"]
+        thoughts = "/(?s:.*)/" if budget is None else f"<[^{special[end]}]>{{0,{budget}}}" if budget > 0 else ""
+        rules = [f"thoughts: {thoughts} <[{special[end]}]>"]
     else:
         rules = [f"thoughts[suffix={_literal(end)}]: /(?s:.*)/"]
     blanks = r"blanks: /[ \n]{1,8}/"
     whole = "thoughts blanks?"
     rule = f"preamble: {whole}" if is_open else f"preamble: ({lark_text(begin, special)} {whole})?"
     return "\n".join([rule, *rules, blanks])
+
+
+def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) -> int | None:
+    """Return the token that begins reasoning; None for a model without one for each end, whose reasoning no grammar can
+    limit.
+    """
+    if chat_format is None or chat_format.reasoning_markers is None:
+        return None
+    begin, end = chat_format.reasoning_markers
+    first = max((mark for mark in special if mark and begin.startswith(mark)), key=len, default=None)
+    return None if first is None or end not in special else special[first]
+
+
+def any_text(opening: int, *, is_open: bool) -> Grammar:
+    """Return the grammar of any text, for an answer whose reasoning a preamble limits. `opening`: the token that begins
+    reasoning, which no text begins with, so that the preamble cannot be passed by.
+    """
+    text = "<[*]>*" if is_open else f"(<[^{opening}]> <[*]>*)?"
+    return Grammar("lark", f"start: {text}", REASONING_BUDGETS[0])
 
 
 def lark_text(text: str, special: Mapping[str, int]) -> str:

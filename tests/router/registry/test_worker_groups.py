@@ -33,7 +33,7 @@ SAMPLES = {
     "temp": "0.5", "top-k": "7", "top-p": "0.5", "min-p": "0.5", "repeat-penalty": "2", "repeat-last-n": "7",
     "presence-penalty": "1", "frequency-penalty": "1", "stop": "x",
     "samplers": "top_k", "logit-bias": "5+1", "ignore-eos": "on", "grammar": "x", "json-schema": '{"a": 1}',
-    "reasoning-format": "none", "reasoning": "off", "reasoning-effort": "low",
+    "reasoning-format": "none", "reasoning-budget": "5", "reasoning": "off", "reasoning-effort": "low",
     "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
     "autoload": "off", "min-workers": "2", "max-workers": "2",
 }  # fmt: skip

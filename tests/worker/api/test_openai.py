@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+import transformers
 
 from tests import tiny
 from tests.worker import serving
@@ -17,6 +18,7 @@ from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
 from worker.interface import ChoiceTimings, Delta, GenerationRequest, SamplingParams
+from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
 # Parsing of bodies
 
@@ -322,6 +324,60 @@ async def test_a_grammar_allows_reasoning_before_the_constrained_answer() -> Non
     plain = await only(body)
     assert plain.grammar is not None
     assert plain.grammar.preamble == ""
+
+
+def reasoning_model(
+    chat_template: str = "{{ messages[0].content }}<think>\n</think>x<think>", **settings: Any
+) -> ServedModel:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_tokens([transformers.AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(chat_template=chat_template, **settings))
+
+
+@pytest.mark.parametrize("name", REASONING_BUDGETS)
+async def test_a_budget_limits_the_reasoning_by_any_of_its_names(name: str) -> None:
+    made = reasoning_model()
+    end = made.special["</think>"]
+    for budget, limit in ((5, f"<[^{end}]>{{0,5}} <[{end}]>"), (0, f"thoughts:  <[{end}]>")):
+        grammar = (await only({name: budget}, made)).grammar
+        assert grammar is not None
+        assert limit in grammar.preamble
+        assert grammar.text == "start: <[*]>*"
+    for body in ({name: -1}, {name: made.engine.ctx_size}, {}):
+        assert (await only(body, made)).grammar is None
+    held = (await only({name: 5, "guided_regex": "a"}, made)).grammar
+    assert held is not None
+    assert (held.kind, "{0,5}" in held.preamble) == ("regex", True)
+
+
+async def test_the_presets_budget_holds_unless_the_request_states_another() -> None:
+    made = reasoning_model(sampling='{"reasoning-budget": 7}')
+    for body, limit in (({}, "{0,7}"), ({"thinking_budget": 3}, "{0,3}")):
+        grammar = (await only(body, made)).grammar
+        assert grammar is not None
+        assert limit in grammar.preamble
+    assert (await only({"reasoning_budget": -1}, made)).grammar is None
+    with pytest.raises(InvalidValue, match="mean the same but differ"):
+        await only({"thinking_budget": 3, "reasoning_budget": 4}, made)
+
+
+async def test_a_budget_of_zero_turns_the_switch_of_the_template_off() -> None:
+    made = reasoning_model("{{ 'thinks' if enable_thinking else 'does not' }}</think>")
+    generation = await only({"thinking_budget": 0}, made)
+    assert made.decode(generation.prompt).startswith("does not")
+    assert generation.grammar is None
+    stated = await only({"thinking_budget": 0, "chat_template_kwargs": {"enable_thinking": True}}, made)
+    assert made.decode(stated.prompt).startswith("thinks")
+    assert stated.grammar is not None
+
+
+async def test_a_budget_that_cannot_be_kept_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    call = await openai.chat({**CHAT, "thinking_budget": 5}, model())
+    assert (call.ignored, call.generations[0].grammar) == (("thinking_budget",), None)
+    preset = model(sampling='{"reasoning-budget": 7}')
+    assert (await openai.chat(CHAT, preset)).ignored == ()
+    await preset.check_grammar()
+    assert "reasoning-budget has no effect" in caplog.text
 
 
 async def test_tool_choice_none_hides_the_tools() -> None:

@@ -43,6 +43,8 @@ from worker.engines.transformers.schedule.sequence import Sequence as TokenSeque
 from worker.engines.transformers.schedule.speculation import DraftLength, DraftLimits
 from worker.errors import StartError
 from worker.interface import AdapterChoice, GenerationRequest, Grammar, SamplingParams
+from worker.prompt import tools
+from worker.prompt.chat_formats import find
 from worker.protocol.argv import AdapterSource, encode_adapters
 
 CTX = 128
@@ -359,6 +361,23 @@ async def test_drafts_do_not_use_up_the_time_of_a_grammar(
         drafter = drafting(engine, Letters(quality, texts), DraftLength((16,)))
         assert comparable(await answers(engine, [request])) == comparable(expected)
     assert drafter.drafted > 50
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+async def test_the_engine_ends_reasoning_after_its_budget(llama: Path, drafts: bool) -> None:
+    special = {"<think>": 40, "</think>": 41}
+    before = tools.preamble(find("</think>", None), is_open=True, special=special, budget=6)
+    limit = replace(tools.any_text(40, is_open=True), preamble=before)
+    plain, limited = (generation(prompts()[1], max_tokens=NEW, grammar=grammar) for grammar in (None, limit))
+    async with serving(speculating(llama) if drafts else load(llama, ctx_size=CTX)) as engine:
+        [[free]] = await answers(engine, [plain])
+        if drafts:
+            drafting(engine, Letters(0.9, [[*plain.prompt, *free.tokens]]), DraftLength((16,)))
+        [[choice]] = await answers(engine, [limited])
+    assert 41 not in free.tokens[:7], "the model does not end by itself"
+    assert choice.tokens[:6] == free.tokens[:6]
+    assert choice.tokens[6] == 41
+    assert len(choice.tokens) == len(free.tokens), "any text follows"
 
 
 # Draft models

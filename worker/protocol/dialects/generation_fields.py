@@ -72,6 +72,10 @@ _ZERO, _ONE = one_of([0], _OFF), one_of([1], _OFF)
 _NO_ENTRIES, _NO_MEMBERS = one_of([[]], _OFF), one_of([{}], _OFF)
 _NO_BUDGET = one_of([-1], "Not supported; turn reasoning off with reasoning_effort none, or limit all with max_tokens.")
 _AT_MOST_ZERO: Schema = {"type": ["number", "null"], "maximum": 0, "description": _OFF}
+# Names of the limit of reasoning: llama-server's, an older one, Qwen's and vLLM's.
+REASONING_BUDGETS = (
+    "reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget", "thinking_budget", "thinking_token_budget",
+)  # fmt: skip
 # Unsupported fields, with the values that have no effect and are therefore accepted.
 NEUTRAL: Body = {
     **members(_TUNES, "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "adaptive_decay"),

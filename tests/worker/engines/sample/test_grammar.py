@@ -64,7 +64,7 @@ from worker.interface import Grammar, SamplingParams
 from worker.prompt import tools
 from worker.prompt.chat_formats import find
 from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax
-from worker.prompt.tools import preamble
+from worker.prompt.tools import any_text, opening_token, preamble
 from worker.protocol.events import Exit
 from worker.server.server import Server
 
@@ -766,6 +766,48 @@ def test_a_required_call_is_one_that_is_parsed(source: str, answer: str, calls: 
     parser = AnswerParser(ParseOptions(chat_format=family, tools=[tool], is_constrained=True))
     parts = [*(part for letter in answer for part in parser.push(letter)), *parser.finish()]
     assert [part.call and (part.call.name, part.call.arguments) for part in parts] == [("f", '{"a":1}')] * calls
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("budget", [0, 3])
+def test_reasoning_ends_after_its_budget_and_any_text_follows(budget: int, is_open: bool) -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_tokens([transformers.AddedToken(name) for name in ("<think>", "</think>", "<tool_call>")])
+    vocabulary = tokenizer.get_vocab()
+    begin, end, mark = (vocabulary[name] for name in ("<think>", "</think>", "<tool_call>"))
+    word, blank = (tokenizer.encode(text, add_special_tokens=False)[-1] for text in ("a", "\n"))
+    size = len(tokenizer)
+    family, special = find("</think>", None), {"<think>": begin, "</think>": end}
+    opening = opening_token(family, special)
+    assert opening == begin
+    before = preamble(family, is_open=is_open, special=special, budget=budget)
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=size)
+    matcher = grammars.matcher(replace(any_text(begin, is_open=is_open), preamble=before))
+
+    def allowed() -> set[int]:
+        row = np.zeros((size + 31) // 32 * 4, np.uint8)
+        matcher.fill(row)
+        return {token for token in range(size) if row[token // 8] >> token % 8 & 1}
+
+    everything = set(range(size))
+    if not is_open:
+        free = matcher.copy()
+        for token in (word, begin, mark, EOS):  # an answer without reasoning is not limited
+            free.take(token)
+        assert free.failure == ""
+        matcher.take(begin)
+    for token in (word, mark, blank)[:budget]:
+        assert allowed() == everything
+        matcher.take(token)
+    assert allowed() == {end}
+    assert matcher.allowed([word]) == 0, "a draft does not exceed it either"
+    matcher.take(end)
+    for token in (blank, word, mark, begin, word):
+        assert allowed() >= everything - {begin}
+        matcher.take(token)
+        assert not matcher.is_over
+    assert EOS in allowed()
+    grammars.close()
 
 
 # In the sampler
