@@ -216,6 +216,8 @@ def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_command(url: str, api_key: str, model: str, further: tuple[str, ...]) -> int:
     from router.cli import chat  # Imported late: it brings the HTTP client.
 
+    if any(word.partition("=")[0] == "--url" for word in further):  # no option of `router serve`, which would refuse it
+        raise click.UsageError("--url stands before MODEL: router run --url URL MODEL.", click.get_current_context())
     try:
         return chat.run(model, further, url, api_key.partition(",")[0])
     except chat.ChatError as error:

@@ -108,6 +108,7 @@ def test_garbage_collection_is_enabled_again_after_a_failed_start(
         (["chek"], '"chek" is no command and no model. Did you mean check?'),
         (["load", "--help"], '"load" is no command and no model. The first request for a model loads it,'),
         (["unload", "a"], '"unload" is no command and no model. Send POST /models/unload to the running router.'),
+        (["run", "org/name", "--url", "http://x"], "--url stands before MODEL: router run --url URL MODEL."),
         (["help", "-h"], '"help" is no command and no model.\n'),
         (["check", "--download-only"], "No such option '--download-only'."),
         (["--download-only", "check"], "--download-only does not belong to `check`."),
