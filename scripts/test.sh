@@ -32,8 +32,9 @@ step() {
     echo "== $*"
     "$bin/$@" || failed+=("$1")
 }
-# On the other core, Python compiles what each process of the tests imports, before they would do it all at once.
-"$bin/python" -c "import worker.engines.transformers.engine" >/dev/null 2>&1 &
+# On the other core, the tests are collected. pytest rewrites their assertions, and Python compiles what they import,
+# before each of the processes of the tests would do it.
+"$bin/pytest" ${tests[@]+"${tests[@]}"} -n 0 --collect-only -q >/dev/null 2>&1 &
 step ruff check .
 step ruff format --check .
 step mypy
