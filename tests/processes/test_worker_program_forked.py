@@ -86,6 +86,7 @@ async def test_exec_and_fork_look_the_same_to_a_client(launcher: ForkingLauncher
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
             total = time.monotonic() - began
             assert parent(worker.pid) == (launcher.fork_servers.pid if program.forks else os.getpid())
+            assert not _mapped(worker.pid, Path("/scipy")), "35 MB that no model needs"
             answers.append(await answer(worker))
             measured.append(worker.measured[CPU])
             spent.append(worker.ready.seconds)
