@@ -34,7 +34,7 @@ from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
 from worker.estimate import estimate, largest_steps, meta_model, quantized
 from worker.estimate.largest_steps import GenerationSteps
-from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
+from worker.estimate.memory_tracer import LiveBytes, Step, live_bytes, peak_bytes
 from worker.interface import EncoderInput
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated, Exit
@@ -332,11 +332,12 @@ KINDS = {
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_static_estimate_of_every_family_is_never_below_the_exact_one(tmp_path: Path, name: str) -> None:
-    """A family of each kind is traced in all settings. The others have one each, in turn, since a trace takes long."""
+    """A family of each kind is traced on both devices, with many rows on the CPU: there the two estimates are closest.
+    The others have one setting each, in turn, since a trace takes long."""
     family, changes = EVERY[name]
     snapshot = tiny.make(family, tmp_path / "m", **(changes | SHALLOW.get(name, {})))
     turn = list(EVERY).index(name) % len(SETTINGS)
-    for device, ctx_size, parallel, chunk in SETTINGS if name in KINDS else SETTINGS[turn : turn + 1]:
+    for device, ctx_size, parallel, chunk in SETTINGS[1:] if name in KINDS else SETTINGS[turn : turn + 1]:
         chosen = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
         assert_static_covers(chosen, checkpoint.read(snapshot))
 
@@ -501,12 +502,24 @@ def test_a_cross_encoder_is_estimated_with_its_head(tmp_path: Path) -> None:
     assert compute <= traced(said) <= compute * 1.08
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2", "gemma2", "deepseek_v3", "t5"])
-def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
-    chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        ("llama", {"num_hidden_layers": 4}),
+        ("smollm3", {}),
+        ("gemma2", {"num_hidden_layers": 4}),
+        ("deepseek_v3", {}),
+        ("t5", {"num_layers": 4}),
+    ],
+)
+def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str, depth: dict[str, int]) -> None:
+    chosen = options(tiny.make(family, tmp_path / "m", **depth), prefill_chunk=64)
     with meta_model.no_memory():
-        short, whole = (largest(fake_steps(chosen, 128, is_short=each).largest()) for each in (True, False))
-    assert short == whole
+        short, whole = (
+            [live_bytes(step) for step in fake_steps(chosen, 128, is_short=each).largest()] for each in (True, False)
+        )
+    assert max(step.peak for step in short) == max(step.peak for step in whole)
+    assert all(few.operators < most.operators for few, most in zip(short, whole, strict=True)), "layers were left out"
 
 
 def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(tmp_path: Path) -> None:
