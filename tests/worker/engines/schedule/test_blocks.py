@@ -115,6 +115,18 @@ def test_prompts_asked_in_turn_are_found_in_a_pool_that_is_small_for_its_rows() 
     assert max(runs) <= 2
 
 
+def test_short_prompts_whose_answers_may_be_long_use_most_of_the_pool() -> None:
+    """200 prompts of five blocks in a pool for 240. An answer may have 4,000 tokens."""
+    blocks, runs = BlockAllocator(8, pool_blocks(8, 4096, kv_tokens=240 * 5 * B)), []
+    for turn in range(2):
+        for id in range(200):
+            prompt = sequence(id, [id] * (4 * B + 1), limit=4000)
+            held = ran(blocks, prompt)
+            assert prompt.cached == turn * 4 * B
+            runs.append(1 + sum(block + 1 != after for block, after in itertools.pairwise(held)))
+    assert max(runs[:200]) == 1
+
+
 @pytest.mark.parametrize(("rest", "reuses"), [({}, True), ({"prompt_logprobs": True}, False)])
 def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_computed_it(
     rest: dict[str, object], reuses: bool

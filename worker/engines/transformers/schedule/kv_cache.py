@@ -437,7 +437,7 @@ class BlockAllocator(RowAllocator):
                 if longest >= wanted:
                     break
                 longest = max(longest, self._evict())
-        block = self._empty.place(wanted, self._region_size)
+        block = self._empty.place(wanted, self._region_size, self._short_run, lambda block: self._references[block] > 0)
         assert block is not None, "no block is free"
         return block
 
