@@ -184,9 +184,11 @@ def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench:
 
     levels = {"4": {"without, again": row(100.0), "draft model": row(150.0), "assisted generation": {"error": "broke"}}}
     text = "\n".join(bench.render_speculative({"good": {"drafts": {"draft model": (80, 60)}, "levels": levels}}))
-    assert "| good | 4 | draft model | 3 | 330.0 | 1.50 (1.50 to 1.65) | 1.50 (1.50 to 1.50) | 75% of 80 |" in text
-    assert "| good | 4 | without, again | 3 | 220.0 | 1.00 (1.00 to 1.10) | 1.00 (1.00 to 1.00) |  |" in text
-    assert "| good | 4 | assisted generation | broke | | | | |" in text
+    assert (
+        "| good | 4 | draft model | 3 | 200.0 | 330.0 | 1.50 (1.50 to 1.65) | 1.50 (1.50 to 1.50) | 75% of 80 |" in text
+    )
+    assert "| good | 4 | without, again | 3 | 200.0 | 220.0 | 1.00 (1.00 to 1.10) | 1.00 (1.00 to 1.00) |  |" in text
+    assert "| good | 4 | assisted generation | broke | | | | | |" in text
 
 
 def test_each_contestant_runs_beside_the_engine_without_drafts(bench: Any) -> None:
