@@ -191,17 +191,33 @@ def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench:
     assert "| good | 4 | assisted generation | broke | | | | | |" in text
 
 
-def test_each_contestant_runs_beside_the_engine_without_drafts(bench: Any) -> None:
+def test_each_contestant_runs_beside_one_without_drafts(bench: Any) -> None:
     shape = bench.SHAPES["tiny"]
-    plain, again = Steady(bench, "without", 10.0), Steady(bench, "without, again", 9.0)
-    assisted, broken = Steady(bench, "assisted generation", 5.0), Steady(bench, "broken", None)
-    found = bench.take_pairs(plain, [again, assisted, broken], [1, 16], shape, rounds=5, seconds=99.0)
-    assert sorted(again.asked) == [1] * 5 + [16] * 5
+    plain, drafting = Steady(bench, "without draft model", 10.0), Steady(bench, "draft model", 9.0)
+    assisted, broken = Steady(bench, "assisted generation", 5.0), Steady(bench, "prompt lookup", None)
+    pairs = {"without, again": (plain, plain)} | {each.name: (plain, each) for each in (drafting, assisted, broken)}
+    found = bench.take_pairs(pairs, [1, 16], shape, rounds=5, seconds=99.0)
+    assert sorted(drafting.asked) == [1] * 5 + [16] * 5
     assert sorted(assisted.asked) == [1] * 3 + [4] * 3, "few rounds, and one request after another"
     assert sorted(broken.asked) == [1, 16]
-    assert 16 <= len(plain.asked) <= 18
-    assert [rate / without for without, rate in found[1]["without, again"].rates] == pytest.approx([0.9] * 5)
-    assert found[16]["broken"].summary() == {"error": "RuntimeError: out of order"}
+    assert 36 <= len(plain.asked) <= 38, "twice as the control, and once beside each of the others"
+    assert [rate / without for without, rate in found[1]["draft model"].rates] == pytest.approx([0.9] * 5)
+    assert [rate / without for without, rate in found[16]["without, again"].rates] == pytest.approx([1.0] * 5)
+    assert found[16]["prompt lookup"].summary() == {"error": "RuntimeError: out of order"}
+
+
+def test_the_measured_engine_turns_drafts_off_for_its_twin_only(bench: Any) -> None:
+    class Engine:
+        name, drafts_off, runs = "draft model", False, list[bool]()
+
+        def run(self, requests: Sequence[Any]) -> None:
+            self.runs.append(self.drafts_off)
+
+    engine = Engine()
+    twin = bench.WithoutDrafts(engine)
+    for each in (engine, twin, engine):
+        each.run(())
+    assert (twin.name, engine.runs) == ("without draft model", [False, True, False])
     assert bench.Pairs().summary() == {"error": "not run"}
 
 
