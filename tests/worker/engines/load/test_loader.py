@@ -19,6 +19,7 @@ from worker.engines.transformers.attention import kv_pool
 from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_model
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
+from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.errors import StartError
 from worker.interface import EncoderInput
@@ -246,6 +247,50 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
         assert reported.tokens == answer[: min(ends, default=40)]
         assert engine._vocabulary.ends == {1, 217, 303}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bart"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda answer: {"suppress_tokens": [answer[0], answer[2]]},
+        lambda answer: {"begin_suppress_tokens": [answer[0]]},
+        lambda answer: {"bad_words_ids": [[answer[1]], [1]]},  # 1 ends an answer
+        lambda answer: {"forced_bos_token_id": 77},
+        lambda answer: {
+            "forced_bos_token_id": 77,
+            "begin_suppress_tokens": [answer[0]],
+            "suppress_tokens": [answer[1]],
+        },
+    ],
+)
+async def test_tokens_that_the_checkpoint_forbids_or_forces_are_as_in_transformers(
+    tmp_path: Path, architecture: str, given: Callable[[list[int]], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.make(architecture, tmp_path)
+    before = generated(reference(tmp_path), PROMPT, 12)
+    edit(tmp_path / "generation_config.json", **given(before))
+    expected = generated(reference(tmp_path), PROMPT, 12)
+    async with serving(load(tmp_path)) as engine:
+        assert (await complete_one(engine, PROMPT, max_tokens=12)).tokens == expected
+    # a prompt of several tokens comes before the token that would be forced
+    is_kept = architecture == "llama" and given(before).keys() == {"forced_bos_token_id"}
+    assert (expected == before) is is_kept
+    assert "has no effect" not in caplog.text
+
+
+def test_what_the_checkpoint_sets_without_effect_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, config = load_tokenizer(options(folder)), transformers.AutoConfig.from_pretrained(folder)
+    path = folder / "generation_config.json"
+    edit(
+        path, no_repeat_ngram_size=0, num_beams=1, bad_words_ids=[[5]], suppress_tokens=[5, 10**9, "x"], min_length=None
+    )
+    assert Vocabulary(tokenizer, config, folder).rules.never == {5}
+    assert caplog.text == ""
+    edit(path, no_repeat_ngram_size=3, forced_eos_token_id=2, bad_words_ids=[[5, 6], [7], [[8]], 9])
+    assert Vocabulary(tokenizer, config, folder).rules.never == {5, 7}
+    unused = "no_repeat_ngram_size, forced_eos_token_id, bad_words_ids of several tokens"
+    assert [record.message for record in caplog.records] == [f"generation_config.json: {unused} has no effect"]
 
 
 CODE = """

@@ -231,6 +231,9 @@ FOUR = (0.4, 0.3, 0.2, 0.1)
         (SamplingParams(top_p=0.3, logit_bias={3: 5.0}), {}, {3}),
         (SamplingParams(top_k=2), {"forbidden": [0, 4]}, {1, 2}),  # 4 is beyond the vocabulary
         (SamplingParams(temperature=0.0), {"forbidden": [0]}, {1}),
+        (SamplingParams(), {"forced": 3}, {3}),
+        (SamplingParams(temperature=1e-9, top_p=0.1, min_p=0.9, top_k=1), {"forced": 3}, {3}),
+        (SamplingParams(temperature=0.0), {"forced": 3}, {3}),
         (SamplingParams(min_p=0.6), {"forbidden": [0]}, {1, 2}),  # of the likeliest token that is allowed
         # temperature comes before the cuts by probability
         (SamplingParams(top_p=0.65), {}, {0, 1}),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence, output_limit
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence, TokenRules, output_limit
 from worker.interface import GenerationRequest, SamplingParams
 
 
@@ -37,6 +37,13 @@ def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -
     patient.append(5)
     assert not patient.forbidden_ends(patient.output_tokens)
     assert sequence(ignore_eos=True).forbidden_ends(9) == sequence().ends
+
+
+def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:
+    rules = TokenRules(never=frozenset({1}), never_first=frozenset({2}))
+    assert [rules.forbidden(place) for place in (0, 1, 2)] == [{1, 2}, {1}, {1}]
+    forced = TokenRules(never=frozenset({1}), never_first=frozenset({2}), first=5)
+    assert [forced.forbidden(place) for place in (0, 1, 2)] == [{1}, {1, 2}, {1}], "the first token is forced"
 
 
 def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:

@@ -149,6 +149,7 @@ class StreamFactory:
                 id=next(self._ids),
                 limit=limit,
                 ends=self._vocabulary.ends,
+                rules=self._vocabulary.rules,
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 adapter=adapter,
                 draft_limits=limits,

@@ -255,7 +255,8 @@ def _row_sampling(
         sequence.sampling,
         uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
         penalty_counts=penalty_counts,
-        forbidden=tuple(sequence.forbidden_ends(place)),
+        forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place)),
+        forced=sequence.rules.first if place == 0 else None,
     )
 
 

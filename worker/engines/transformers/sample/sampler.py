@@ -24,6 +24,8 @@ from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.interface import SamplingParams
 
+# Addend for the logit of a forced token. No logit is near it, and float32 can divide it by MIN_TEMPERATURE.
+_FORCED = 1e9
 # The least temperature above 0: a colder draw is greedy, and float32 cannot divide by less.
 MIN_TEMPERATURE = 1e-6
 # Settings that use every step of the sampler and the most memory: all tokens are about equally likely, so all of them
@@ -42,6 +44,7 @@ class RowSampling:
     uniform: float = 0.0  # in [0, 1): the random number of the draw; unused if greedy
     penalty_counts: PenaltyCounts | None = None  # tokens that the penalties count, up to date; None without penalties
     forbidden: Sequence[int] = ()  # tokens that must not be chosen now
+    forced: int | None = None  # the token that is chosen now, unless a grammar forbids it
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,8 @@ def _edit(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
                 )
         add.extend((row, token, bias) for token, bias in sampling.logit_bias.items())
         add.extend((row, token, -math.inf) for token in pick.forbidden if token < logits.shape[-1])
+        if pick.forced is not None:
+            add.append((row, pick.forced, _FORCED))
     if scale:
         rows, columns, factors = _columns(scale, logits.device)
         # Division would raise a negative logit, so that the token became more likely (Keskar et al. 2019, as in

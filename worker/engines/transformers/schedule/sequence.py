@@ -20,6 +20,20 @@ def output_limit(prompt_tokens: int, asked: int | None, ctx_size: int) -> int:
     return room if asked is None else min(asked, room)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Tokens that a checkpoint forbids or forces, whatever the request."""
+
+    never: frozenset[int] = frozenset()
+    never_first: frozenset[int] = frozenset()  # forbidden as the first token that is not forced
+    first: int | None = None  # the first token of the output; None: any
+
+    def forbidden(self, position: int) -> frozenset[int]:
+        """Tokens that must not be output token number `position`."""
+        begin = 0 if self.first is None else 1
+        return self.never | self.never_first if position == begin else self.never
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of one request: its tokens, its limits and its progress."""
@@ -30,6 +44,7 @@ class Sequence:
     limit: int  # maximum of output tokens
     ends: frozenset[int]  # stop tokens: they end the output
     requested_ends: frozenset[int] = frozenset()  # the subset of `ends` that the request itself lists
+    rules: TokenRules = TokenRules()  # of the checkpoint
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     prompt_logprobs: bool = False  # logits are needed at every prompt position, not only at the last one
@@ -54,6 +69,7 @@ class Sequence:
         limit: int,
         ends: Iterable[int],
         seed: int,
+        rules: TokenRules = TokenRules(),
         adapter: AppliedAdapter | None = None,
         draft_limits: DraftLimits | None = None,
     ) -> "Sequence":
@@ -67,6 +83,7 @@ class Sequence:
             limit=limit,
             ends=frozenset(ends) | request.ends,
             requested_ends=request.ends,
+            rules=rules,
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
