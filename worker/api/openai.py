@@ -105,6 +105,8 @@ async def _parse_chat(
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
     budget, budget_fields = _reasoning_budget(fields, body, model)
+    if budget is not None and model.template.mentions("thinking_budget"):  # Seed-OSS is told its budget
+        conversation = replace(conversation, variables={"thinking_budget": budget, **conversation.variables})
     if budget == 0 and model.template.thinking_switch and "enable_thinking" not in conversation.variables:
         conversation = replace(conversation, variables={**conversation.variables, "enable_thinking": False})
         budget, budget_fields = None, ()
@@ -344,9 +346,8 @@ def _answer_prefix(chat_format: ChatFormat | None, prompt: str, conversation: ch
         return prompt
     if conversation.continue_final_message:
         return str(conversation.messages[-1]["content"])
-    is_thinking = chat_format.reasoning_markers is not None and prompt.rstrip().endswith(
-        chat_format.reasoning_markers[0]
-    )
+    prompt = prompt.rstrip().removesuffix("<seed:cot_budget_reflect>")  # Seed-OSS writes it for a budget of 0
+    is_thinking = chat_format.reasoning_markers is not None and prompt.endswith(chat_format.reasoning_markers[0])
     return chat_format.reasoning_markers[0] if is_thinking and chat_format.reasoning_markers else ""
 
 

@@ -371,6 +371,21 @@ async def test_a_budget_of_zero_turns_the_switch_of_the_template_off() -> None:
     assert stated.grammar is not None
 
 
+async def test_a_budget_is_a_variable_of_a_template_that_uses_it() -> None:
+    template = (
+        "{% set end = '</seed:think>' %}{{ thinking_budget }}"
+        "{% if thinking_budget == 0 %}<seed:think><seed:cot_budget_reflect>{% endif %}"
+    )
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_tokens(["<seed:think>", "</seed:think>"])
+    made = ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(chat_template=template))
+    assert made.decode((await only({"thinking_budget": 100}, made)).prompt) == "100"
+    generation = await only({"thinking_budget": 0}, made)
+    assert made.decode(generation.prompt) == "0<seed:think><seed:cot_budget_reflect>"
+    assert generation.grammar is not None
+    assert generation.grammar.text == "start: <[*]>*", "the prompt ends inside of the reasoning"
+
+
 async def test_a_budget_that_cannot_be_kept_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     call = await openai.chat({**CHAT, "thinking_budget": 5}, model())
     assert (call.ignored, call.generations[0].grammar) == (("thinking_budget",), None)
