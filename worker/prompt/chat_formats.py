@@ -75,6 +75,8 @@ def _with_reasoning(chat_format: ChatFormat, source: str) -> ChatFormat:
     for begin, end in _REASONING:
         if end in source and not chat_format.has_reasoning:
             reasoning = {"open": begin, "close": end, "content": "text"}
+            if chat_format is _KIMI:  # the model may begin its calls without closing the reasoning
+                reasoning = {"open": begin, "close_pattern": rf"{end}|(?={_KIMI_CALLS})", "content": "text"}
             fields = {"reasoning_content": reasoning, **chat_format.response["fields"]}
             return replace(
                 chat_format, response={**chat_format.response, "fields": fields}, reasoning_markers=(begin, end)
@@ -182,10 +184,11 @@ _DEEPSEEK = _family(
     # streamed
     further={"calls_end": {"open": _token("tool calls end"), "content": "text"}},
 )
+_KIMI_CALLS = r"<\|tool_calls_section_begin\|>"
 _KIMI = _family(
     "kimi",
     {
-        "open_pattern": r"(?:<\|tool_calls_section_begin\|>)?\s{0,32}<\|tool_call_begin\|>\s{0,32}"
+        "open_pattern": rf"(?:{_KIMI_CALLS})?\s{{0,32}}<\|tool_call_begin\|>\s{{0,32}}"
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{1,256}):\d{1,9})\s{0,32}<\|tool_call_argument_begin\|>",
         "close": "<|tool_call_end|>",
         # The next prompt repeats the id, and the model goes on with its number.

@@ -179,6 +179,11 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("I add.", "Sure.", [ADD, SAY]),
     ),
     ("kimi", kimi("add", '{"a": 1, "b": 2}').replace("functions.", ""), ("", "", [ADD])),
+    (
+        "kimi",
+        "<think>I add.<|tool_calls_section_begin|>" + kimi("add", '{"a": 1, "b": 2}') + "<|tool_calls_section_end|>",
+        ("I add.", "", [ADD]),
+    ),
     ("kimi", kimi("add", "{broken}"), ("", kimi("add", "{broken}"), [])),
     ("kimi", "a <|tool_call_begin|>add", ("", "a <|tool_call_begin|>add", [])),
     (
