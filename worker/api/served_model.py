@@ -86,14 +86,20 @@ class ServedModel:
         """Raise StartError for a grammar of the preset that cannot be compiled. Every request would fail. Warn of a
         limit of reasoning that has no effect.
         """
-        budget = self.defaults.members.get(REASONING_BUDGETS[0], -1)
-        if budget != -1 and tools.opening_token(self.chat_format, self.special) is None:
-            _log.warning("reasoning-budget has no effect: no tokens of this model begin and end its reasoning")
-        if self.defaults.grammar is not None and "completion" in self.engine.capabilities:
-            try:
-                await self.engine.check_grammar(self.defaults.grammar)
-            except RequestError as error:
-                raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
+        if "completion" not in self.engine.capabilities:
+            return
+        grammars = [] if self.defaults.grammar is None else [self.defaults.grammar]
+        if self.defaults.members.get(REASONING_BUDGETS[0], -1) != -1:
+            opening = tools.opening_token(self.chat_format, self.special)
+            if opening is None:
+                _log.warning("reasoning-budget has no effect: no tokens of this model begin and end its reasoning")
+            else:  # the first grammar takes a second, which the first request need not wait for
+                grammars.append(tools.any_text(opening, is_open=True))
+        try:
+            for grammar in grammars:
+                await self.engine.check_grammar(grammar)
+        except RequestError as error:
+            raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
     @property
     def capabilities(self) -> list[str]:

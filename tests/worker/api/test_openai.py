@@ -393,6 +393,9 @@ async def test_a_budget_that_cannot_be_kept_is_reported(caplog: pytest.LogCaptur
     assert (await openai.chat(CHAT, preset)).ignored == ()
     await preset.check_grammar()
     assert "reasoning-budget has no effect" in caplog.text
+    caplog.clear()
+    await reasoning_model(sampling='{"reasoning-budget": 7}').check_grammar()
+    assert caplog.text == ""
 
 
 async def test_tool_choice_none_hides_the_tools() -> None:
