@@ -19,6 +19,7 @@ import ctypes
 import logging
 import re
 import time
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from random import getrandbits
 from typing import Any
@@ -100,7 +101,10 @@ class Bodies:
         self._gives_back = False  # a call of `_give_back` is scheduled
 
     async def read(self, incoming: Incoming) -> bytes:
-        """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
+        """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError.
+
+        A byte order mark is left out. Windows PowerShell writes one into files, and llama-server and vLLM ignore it.
+        """
         settings, outlet = self._registry.settings, incoming.outlet
         if outlet.headers.get("content-encoding", "identity").casefold() not in ("", "identity"):
             raise EncodingUnsupported("send the body without Content-Encoding")
@@ -110,7 +114,7 @@ class Bodies:
         body = outlet.received()
         if body is not None:  # nothing to wait for, so no timer
             self._count(incoming, len(body))
-            return body
+            return body.removeprefix(BOM_UTF8)
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(settings.body_timeout or None):
@@ -120,7 +124,7 @@ class Bodies:
         except TimeoutError:
             seconds = f"{settings.body_timeout:g}"
             raise BodyTimeout(f"the body did not arrive within {seconds} s (--body-timeout)", headers=CLOSE) from None
-        return b"".join(parts)
+        return b"".join(parts).removeprefix(BOM_UTF8)
 
     def _count(self, incoming: Incoming, more: int) -> None:
         """Raises TooLarge, QueueFull."""

@@ -143,6 +143,16 @@ async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> Non
     assert error_of(await shared.client.post("/v1/chat/completions", content=body)) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "identity"}], ids=["plain", "aiohttp"])
+async def test_a_byte_order_mark_before_the_body_is_ignored(shared: Router, headers: dict[str, str]) -> None:
+    mark = b"\xef\xbb\xbf"
+    for path, body in (("/v1/chat/completions", chat("alpha")), ("/api/show", {"model": "alpha"})):
+        response = await shared.client.post(path, content=mark + orjson.dumps(body), headers=headers)
+        assert response.status_code == 200
+        response = await shared.client.post(path, content=mark + mark + orjson.dumps(body), headers=headers)
+        assert response.status_code == 400
+
+
 @pytest.mark.parametrize("rest", [b'"x":"\xff"', b'"x":1e999', b'"x":"\\ud800"', b'"model":"\\udfff"'])
 async def test_what_only_the_strict_parser_refuses_is_400_too(shared: Router, rest: bytes) -> None:
     for path in ("/models/load", "/models/unload"):
