@@ -37,7 +37,7 @@ from tests.fakes import (
 )  # fmt: skip
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher
-from worker.protocol.argv import Download, Estimate, Serve
+from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
@@ -158,6 +158,16 @@ async def test_only_a_download_gets_the_hub_token(launcher: LocalLauncher, tmp_p
     assert json.loads(file.read_text())["HF_TOKEN"] == "hf_given"
     await launcher.estimate(program, Estimate(snapshot="/"))
     assert "HF_TOKEN" not in json.loads(file.read_text())
+
+
+@EXECUTED
+async def test_a_conversion_gets_no_device_and_no_hub(launcher: LocalLauncher, tmp_path: Path) -> None:
+    file = tmp_path / "environ"
+    program = fake_program("m", environ_file=str(file))
+    await launcher.convert(program, Convert(snapshot="/", target=str(tmp_path / "target")), ignore)
+    env = json.loads(file.read_text())
+    assert (env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"]) == ("", "1")
+    assert "HF_TOKEN" not in env
 
 
 @EXECUTED

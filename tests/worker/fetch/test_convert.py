@@ -266,6 +266,14 @@ def test_a_pickle_that_could_run_code_is_rejected_and_not_executed(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
+def test_torch_refuses_such_a_pickle_as_well(tmp_path: Path) -> None:
+    """A pickle that the check would let through still runs no code."""
+    poison(tmp_path, tmp_path / "trace")
+    with pytest.raises(StartError, match=r"cannot be read by torch\.load\(weights_only=True\)"):
+        conversion._loaded(tmp_path / PICKLED)
+    assert not (tmp_path / "trace").exists()
+
+
 def test_disk_space_is_checked_for_each_tensor_that_shares_data(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "original")
     data = torch.zeros(1 << 20)
