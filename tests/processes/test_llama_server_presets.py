@@ -1,5 +1,7 @@
 """Files of llama-server's --models-preset, with tiny models in place of GGUF files, and real workers."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,16 @@ async def said(up: Router, model: str, **fields: Any) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
+@pytest.fixture
+def listed(real: Router) -> Iterator[None]:
+    """A model in the folder of the shared router, for the length of a test."""
+    folder = tiny.make("llama", real.models / "MY-MODEL", max_position_embeddings=8192)
+    yield
+    shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("listed")
 async def test_the_example_of_llama_servers_readme_loads(real: Router, tmp_path: Path) -> None:
-    tiny.make("llama", real.models / "MY-MODEL", max_position_embeddings=8192)
     tiny.make("llama", real.folder / "my-models" / "draft")
     draft = tiny.make("llama", tmp_path / "draft", seed=1)
     await real.serve_presets(EXAMPLE.format(model=tiny.make("llama", tmp_path / "custom"), draft=draft))
