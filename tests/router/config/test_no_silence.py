@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from router.config.preset_keys import FOREIGN, ForeignOption
 from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
 from tests.router.preset_texts import Disk, read
 
@@ -86,6 +87,15 @@ NEUTRAL = {
     "yarn-ext-factor": ("-1",), "yarn-attn-factor": ("-1", "0", "1"), "yarn-beta-slow": ("-1", "0", "1"),
     "yarn-beta-fast": ("-1", "0"), "reasoning": ("auto",), "reasoning-effort": ("default",),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("option", FOREIGN, ids=lambda option: option.name)
+def test_each_name_of_an_option_that_is_not_offered_gives_a_message(option: ForeignOption) -> None:
+    harmless = {*option.neutral.split(), *option.means}
+    for name in option.names:
+        for value in {"on", "off", "7", "x"} - harmless:
+            _, messages = effective([f"{name} = {value}"])
+            assert messages, f"{name} = {value} has no effect, and no message says so"
 
 
 def test_each_setting_is_read_outside_the_configuration() -> None:
