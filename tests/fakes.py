@@ -156,7 +156,8 @@ class FakeModel:
         return (-(-sum(self.shards) // count),) * count
 
     def steps_to_come(self, command: Serve) -> int:
-        return self.steps if command.announce_steps and not command.warm_up else 0
+        """Bytes that are missing when it is ready: those of steps that it has not computed, and announces."""
+        return self.steps if command.announce_steps and not (command.warm_up and self.warmed_up) else 0
 
     def counted(self, sizes: dict[DeviceId, int]) -> dict[DeviceId, int]:
         """Of these, what the driver shows."""

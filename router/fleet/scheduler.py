@@ -37,6 +37,9 @@ log = logging.getLogger("router.fleet.scheduler")
 PLAN_PAUSE = 0.001
 FEW_WAITING = 4
 PLAN_AGAIN = 1.0  # seconds until a plan that raised an exception is made again
+# Largest headroom that workers share: a quarter of the default margin, from which all but the first take it if several
+# workers announce it at once.
+MOST_SHARED_HEADROOM = 256 << 20
 MOST_FAILED_PLANS = 10  # in a row, after which the fleet is reported as broken
 
 
@@ -129,12 +132,17 @@ class FleetScheduler:
         """Return all that occupies memory: workers, early starts and sleeping weights.
 
         The worker with the largest headroom gets it on top of its reservation, and so keeps it free for the others too.
-        Once it is evicted, the next largest counts.
+        Once it is evicted, the next largest counts. A headroom above MOST_SHARED_HEADROOM is kept free for each worker.
         """
         workers = [worker for worker in self._fleet.workers() if worker.holds_memory]
         first = max(workers, key=lambda worker: worker.headroom, default=None)
         return [
-            *(resident_of(worker) if worker is not first else _with_headroom(worker) for worker in workers),
+            *(
+                _with_headroom(worker)
+                if worker is first or worker.headroom > MOST_SHARED_HEADROOM
+                else resident_of(worker)
+                for worker in workers
+            ),
             *(weights.resident() for weights in self._fleet.sleeping_weights.all.values()),
         ]
 

@@ -140,7 +140,8 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
 
 
 def _announces_steps(worker: Worker) -> bool:
-    """Return whether the worker announces large steps: if it is forked in main memory, and its steps are measured."""
+    """Return whether the worker announces large steps: if it is forked in main memory, and steps of one size take the
+    same memory."""
     costs, facts = worker.costs, worker.facts
     if costs is None or facts is None or costs.estimate.reserved:  # memory of the preset is not for steps
         return False

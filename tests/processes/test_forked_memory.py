@@ -27,6 +27,7 @@ from router.memory import checkpoint
 from router.memory.estimate import estimate
 from tests import tiny
 from tests.processes.routers import DEADLINE, Router, router
+from tests.rankers import ranker
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES, MIB
 
 pytestmark = pytest.mark.slow
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 0.05
 MODELS = {"a": "llama", "b": "qwen3", "c": "gpt2", "d": "llama"}  # the estimate of "d" is learned from "a"
 CTX, ROWS, MARGIN = 256, 2, 16
+LONG = 2048  # context and chunk of a model that takes too long to compute its largest steps in a load
 KEYS = (f"ctx-size = {CTX}", f"parallel = {ROWS}", "threads = 1")
 
 
@@ -156,6 +158,57 @@ async def test_forked_workers_are_charged_what_they_take_from_their_first_load_o
             truth = sum(account(pid)["Pss"] for pid in (fork_server, *(row["pid"] for row in rows.values())))
             assert truth <= sum(row["reserved"]["cpu"] for row in rows.values()) + host["shared"]
             assert host["shared"] <= account(fork_server)["Rss"] + LIBRARY_CODE_BYTES
+
+
+def write_other_presets(folder: Path) -> Path:
+    """An embedder, a cross-encoder, and a generator that takes too long to compute its largest steps in a load."""
+    ranker(folder / "scorer", "bert")
+    tiny.make("bert-embed", folder / "embedder")
+    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
+    tiny.make("llama", folder / "large", **sizes)
+    ini = folder / "models.ini"
+    ini.write_text(
+        f"[*]\nparallel = 2\nthreads = 1\n[embedder]\nmodel = {folder}/embedder\n"
+        f"[scorer]\nmodel = {folder}/scorer\nreranking = on\n"
+        f"[large]\nmodel = {folder}/large\nctx-size = {LONG}\nprefill-chunk = {LONG}\n"
+    )
+    return ini
+
+
+async def ask_others(up: Router, name: str) -> None:
+    """Send requests with small and with large steps, and one with a large answer."""
+    if name == "large":
+        for length in (1, 3, 40, LONG - 8):
+            fields = {"prompt": [5 + at % 300 for at in range(length)], "top_p": 0.9, "logprobs": length % 2}
+            assert await ask(up, name, **fields) == 200
+        return
+    for count, words in ((1, 1), (7, 20), (2, 60), (600, 2)):
+        texts = ["word " * words] * count
+        body = {"input": texts} if name == "embedder" else {"query": "word", "documents": texts}
+        path = "/v1/embeddings" if name == "embedder" else "/v1/rerank"
+        assert (await up.client.post(path, json={"model": name, **body})).status_code == 200
+
+
+async def test_embedders_and_models_whose_steps_are_estimated_are_charged_what_they_take(tmp_path: Path) -> None:
+    async with router("--models-preset", str(write_other_presets(tmp_path)), "--fork-server") as up:
+        fork_server = await fork_server_of(up)
+        for name in (
+            "embedder",
+            "scorer",
+            "large",
+            "large",
+        ):  # the last one is prebuilt, and its steps are estimated again
+            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+            await up.becomes(name, "loaded")
+            state: Any = (await up.client.get("/router/state")).json()
+            [worker] = state["workers"]
+            excess, most = difference(worker["pid"], worker["reserved"]["cpu"])
+            assert excess <= most, "when it is ready"
+            async with never_exceeding(up, fork_server):
+                await ask_others(up, name)
+                await is_charged_what_it_takes(up, name)
+            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
+            await up.has_no_workers()
 
 
 async def test_requests_and_grammars_are_charged_before_they_take_memory(tmp_path: Path) -> None:

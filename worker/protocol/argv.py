@@ -165,8 +165,8 @@ class Serve(ModelOptions, Supervised):
     )
     announce_steps: bool = _option(
         False,
-        "Announce main memory before a step that is larger than all before. Without a warmup, `reserved` is what an "
-        "earlier load took with its largest steps.",
+        "Announce main memory before a step that is larger than all before. Without a warmup, `reserved` contains what "
+        "the largest steps take, as an earlier load measured it or as it is estimated.",
     )
     seed: int = _option(-1, "Seed of requests that have none; -1: random.")
     sampling: str = _option("", "JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...).")

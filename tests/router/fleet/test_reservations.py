@@ -11,7 +11,7 @@ from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
 from router.fleet.load_cost import forget_learned
 from router.fleet.model import FEWEST_PAUSES
-from router.fleet.scheduler import resident_of
+from router.fleet.scheduler import MOST_SHARED_HEADROOM, resident_of
 from router.fleet.worker import EXCESS_BYTES, EXCESS_PATIENCE
 from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
@@ -153,6 +153,20 @@ async def test_a_later_load_is_charged_by_its_pulse_what_it_reported_as_an_upper
 
 
 @virtual
+async def test_a_first_load_is_charged_for_estimated_steps_as_soon_as_it_announces_them() -> None:
+    steps = 260 * MIB
+    large = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB + steps,), warmed_up=False, steps=steps)
+    world = forking(a=large)
+    for _ in range(2):
+        await world.ask("a")
+        assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (57 * MIB, 300 * MIB)
+        learned = world.fleet.learned_estimates.learned(world.costs("a").key)
+        await leave(world, "a")
+    assert learned is not None
+    assert not learned.steps, "an estimate is not learned"
+
+
+@virtual
 async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
     small = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB,), warmed_up=False)
     world = forking(a=small)
@@ -202,6 +216,16 @@ async def test_the_largest_headroom_is_kept_free_once_for_all_workers(beside: in
     world.fleet.models.apply({**world.presets, "c": replace(world.presets["c"], required_memory={"": required})})
     await world.ask("c")
     assert [worker.preset.id for worker in world.fleet.workers()] == (["a", "b", "c"] if fits else ["b", "c"])
+
+
+@virtual
+async def test_a_headroom_above_a_limit_is_kept_free_for_each_worker() -> None:
+    most = MOST_SHARED_HEADROOM
+    world = forking(a=with_grammars(most + 1), b=with_grammars(most + 2), c=with_grammars(most))
+    for name in "abc":
+        await world.ask(name)
+    reserved = sum(world.worker(name).reserved[CPU] for name in "abc")
+    assert world.fleet.scheduler.reserved(CPU) == reserved + 2 * most + 3
 
 
 @virtual

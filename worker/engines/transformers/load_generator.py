@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import transformers
 
 from worker.engines.transformers import load_draft
@@ -76,8 +77,8 @@ class LoadedGenerator:
     no_vision: str = TEXT_ONLY  # why it takes no images
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
     has_warmed_up: bool = False  # as in `Ready`
-    later: int = 0  # bytes of main memory that steps may take at any time beyond what the warmup took
-    prompt_logits: int = 0  # those for logits of prompts
+    later: int = 0  # bytes of main memory that any step may take beyond what the warmup took
+    larger: int = 0  # those that only steps take which are larger than all before
     announces_steps: bool = False  # it announces steps that are larger than those so far
 
 
@@ -119,11 +120,15 @@ def load(
         stage_done("build")
         is_fast = loaded.device.type == "cpu" and _warms_up_fast(loaded, options, config, ctx_size)
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
-        announces_steps = options.announce_steps and is_fast and memory.inheritance.is_forked
-        later = prompt_logits = 0
+        is_forked = loaded.device.type == "cpu" and memory.inheritance.is_forked
+        announces_steps = options.announce_steps and is_forked and (is_fast or _have_steady_steps(loaded))
+        later = larger = 0
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
-            prompt_logits = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
-            later = sum(onednn_bytes(loaded.model)) if reorders else 0  # kernels, and the reordering of weights
+            larger = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
+            kernels, reordering = onednn_bytes(loaded.model) if reorders else (0, 0)
+            # In bfloat16 attention needs a kernel for each length, too.
+            later = kernels if loaded.dtype == torch.bfloat16 else 0
+            larger += kernels + reordering - later
         runner = _first_steps(backend, capacity, prefill_budget, loaded, options, ctx_size, progress, warms_up=warms_up)
     stage_done("warmup")
     return LoadedGenerator(
@@ -144,7 +149,7 @@ def load(
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
         later=later,
-        prompt_logits=prompt_logits,
+        larger=larger,
     )
 
 
@@ -231,6 +236,15 @@ def _drafter(
         log.warning("no speculative decoding for architecture %r: %s", config.model_type, why)
         return None
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS), options.draft_min), model)
+
+
+def _have_steady_steps(loaded: loader.LoadedModel) -> bool:
+    """True if steps of one size take the same memory, so that a step that is not larger than others takes no more.
+
+    With experts it depends on their choice. The memory of other ranks is not known here.
+    """
+    has_experts = any("experts" in name for name, _ in loaded.model.named_modules())
+    return loaded.share is None and not has_experts
 
 
 def _warms_up_fast(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:

@@ -1,11 +1,19 @@
 """Main memory of grammars and of steps is announced before it is taken."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.loop.generation_loop import LargestStep
+from worker.engines.transformers.loop.largest_step import LargestSizes
+from worker.engines.transformers.schedule.kv_cache import BlockTable
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
+from worker.interface import SamplingParams
+from worker.protocol.memory import KERNEL_CODES
 
 
 def test_steps_are_announced_once_until_a_pulse_has_what_they_took() -> None:
@@ -50,6 +58,52 @@ def test_a_step_is_larger_by_tokens_rows_or_twice_the_context(step: Batch, is_la
     assert largest.is_exceeded(batch((0, 8), (0, 4)))
     assert not largest.is_exceeded(batch((0, 8), (0, 4)))
     assert largest.is_exceeded(step) is is_larger
+
+
+def drawn(*samplings: SamplingParams) -> bool:
+    """Return whether a step with these draws is larger than one with a plain draw."""
+    largest = LargestStep()
+    assert largest.is_exceeded(batch((8, 1)), [SamplingParams()])
+    return largest.is_exceeded(batch((8, 1)), samplings)
+
+
+def test_a_step_is_larger_by_draws_that_sort_the_scores_or_by_logprobs() -> None:
+    assert not drawn(SamplingParams())
+    assert not drawn(SamplingParams(temperature=0.0, top_p=0.5)), "greedy"
+    assert drawn(SamplingParams(top_p=0.5))
+    assert drawn(SamplingParams(logprobs=2))
+    assert drawn(SamplingParams(), SamplingParams()), "of another choice of the same prompt"
+
+
+def test_a_step_is_larger_by_keys_in_several_runs_of_blocks() -> None:
+    whole, broken, largest = BlockTable(), BlockTable(), LargestStep()
+    for place in range(2):
+        whole.append(place)
+        broken.append(2 * place)
+    [segment] = batch((20, 1))
+    assert [largest.is_exceeded((replace(segment, table=table),)) for table in (whole, whole, broken, broken)] == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_a_step_is_larger_by_a_number_of_rows_without_kernels() -> None:
+    sizes = LargestSizes()
+    steps = [(300, {300}), (20, {20}), (20, {20}), (18, {18}), (5, {5}), (5, {6})]
+    found = [sizes.are_exceeded(size, rows=rows) for size, rows in steps]
+    assert found == [True, True, False, False, True, False], "18 rows are padded to 20, and 5 to 6"
+    for count in range(301, 301 + KERNEL_CODES):
+        sizes.are_exceeded(20, rows={count})
+    assert not sizes.are_exceeded(20, rows={1000}), "the cache of kernels is full"
+
+
+def test_each_step_is_larger_until_all_weights_are_reordered_and_kernels_are_measured() -> None:
+    layer = torch.nn.Linear(64, 64)
+    linears = CpuLinears(torch.nn.ModuleList([layer]), least_bytes=0)
+    largest = LargestStep(linears)
+    found = [largest.is_exceeded(batch((8, 1))) for _ in range(2)]
+    while not linears.are_settled:
+        linears.reorder(0.0)
+    assert [*found, *(largest.is_exceeded(batch((8, 1))) for _ in range(2))] == [True, True, True, False]
 
 
 def test_a_step_is_larger_by_logits_of_a_prompt() -> None:

@@ -86,6 +86,10 @@ class SmallBatchSizes:
         self._turns = [size for _ in range(self.TURNS) for size in _SIZES if size <= _FEW]
         self._seconds: dict[int, float] = {}
 
+    @property
+    def has_turns(self) -> bool:
+        return bool(self._turns)
+
     def measure(self, layers: Iterable["_Linear"]) -> bool:
         """Time the next size on some of `layers`. False if nothing is left to measure."""
         if not self._turns:
@@ -270,6 +274,15 @@ class CpuLinears:
     def are_done(self) -> bool:
         """True if every layer that can be reordered is."""
         return not self._pending
+
+    @property
+    def are_settled(self) -> bool:
+        """True if nothing is left to reorder or to measure, both of which compile kernels."""
+        return not (self._pending or self._small_batches.has_turns)
+
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._all)
 
     def reorder(self, seconds: float) -> None:
         """Reorder slices for about `seconds`, at least one if any is left. Then measure small batches

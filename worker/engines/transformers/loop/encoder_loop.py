@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from worker.engines.transformers.device import cuda_errors
+from worker.engines.transformers.loop.largest_step import LargestSizes
 from worker.engines.transformers.loop.requests import AdmissionLimit
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.pooling import Encoder, normalized
@@ -33,9 +34,13 @@ class EncoderJob:
 class EncoderLoop:
     """`StepWork` for encoders. Methods run on the step loop's thread unless their docstring names another."""
 
-    def __init__(self, encoder: Encoder, outbox: Outbox, *, budget: int):
-        """One step takes at most `budget` tokens, padding included, or one text."""
+    def __init__(
+        self, encoder: Encoder, outbox: Outbox, *, budget: int, on_larger_step: Callable[[], None] | None = None
+    ):
+        """One step takes at most `budget` tokens, padding included, or one text. `on_larger_step`: called before a step
+        that is larger than all before."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
+        self._largest, self._on_larger_step = LargestSizes(), on_larger_step
         self._queue: EncoderQueue[EncoderJob] = EncoderQueue()
         self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
@@ -67,6 +72,8 @@ class EncoderLoop:
 
     def step(self) -> None:
         self._batch = self._queue.take(self._budget)
+        if self._on_larger_step is not None and self._is_larger(self._batch):
+            self._on_larger_step()
         for job, index, result in self._compute(self._batch):
             job.results[index] = result
             self._tokens += len(job.texts[index].tokens)
@@ -74,6 +81,15 @@ class EncoderLoop:
                 results = [job.results[place] for place in range(len(job.texts))]
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))
         self._batch = []
+
+    def _is_larger(self, batch: list[tuple[EncoderJob, int]]) -> bool:
+        """Record a step. True if it is larger than all before: by its tokens with padding, its texts, or the pairs of
+        tokens, of which attention may have a mask."""
+        lengths = {len(job.texts[index].tokens) for job, index in batch}
+        texts, longest = len(batch), max(lengths)
+        padded = texts * longest
+        # Texts are computed one by one if their batch fails, or if the model cannot pad them.
+        return self._largest.are_exceeded(padded, texts, padded * longest, rows={padded, texts, *lengths})
 
     def _compute(self, batch: list[tuple[EncoderJob, int]]) -> list[tuple[EncoderJob, int, Any]]:
         """Run a batch. If it fails, run each text alone; a text that fails then ends its request."""

@@ -18,7 +18,7 @@ A draft (speculative decoding) needs the tokens of step n, too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from worker.detokenizer import TextPiece
@@ -26,19 +26,20 @@ from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop.active_choices import ActiveChoices
 from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.loop.largest_step import LargestSizes
 from worker.engines.transformers.loop.requests import AdmissionLimit, DeltaWriter, RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_launcher import StepLauncher
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.grammar import Grammars
-from worker.engines.transformers.sample.sampler import Sampled
+from worker.engines.transformers.sample.sampler import Sampled, copies_of_scores
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import RequestError, SequenceFailed
-from worker.interface import FinishReason
+from worker.interface import FinishReason, SamplingParams
 
 # Time spent after a step on weight layouts that make later steps faster, as a share of the step, until all are done.
 # A guess: running requests slow down by at most a half meanwhile.
@@ -76,19 +77,26 @@ class TokenCounts:
 class LargestStep:
     """The largest steps so far, by what their main memory depends on."""
 
-    def __init__(self) -> None:
-        self._tokens = self._rows = self._logits = self._context = 0
+    def __init__(self, linears: CpuLinears | None = None) -> None:
+        self._sizes, self._linears = LargestSizes(), linears
 
-    def is_exceeded(self, batch: Batch) -> bool:
-        """Record a step. True if it is larger than all before: by its tokens, its rows, its logits, or by twice the
-        context, of which a step takes little and which grows with each token."""
+    def is_exceeded(self, batch: Batch, draws: Iterable[SamplingParams] = ()) -> bool:
+        """Record a step. True if it is larger than all before: by its tokens, its rows, its logits, what its `draws`
+        take, or twice the context, of which a step takes little and which grows with each token. Keys and values in
+        several runs of blocks are copied to be read, so that context counts once more."""
         tokens, rows = sum(segment.length for segment in batch), len(batch)
         logits = sum(segment.logits for segment in batch)
         context = sum(segment.end for segment in batch).bit_length()
-        is_exceeded = tokens > self._tokens or rows > self._rows or logits > self._logits or context > self._context
-        self._tokens, self._rows = max(tokens, self._tokens), max(rows, self._rows)
-        self._logits, self._context = max(logits, self._logits), max(context, self._context)
-        return is_exceeded
+        runs = sum(segment.end for segment in batch if segment.table is not None and len(segment.table.runs) > 1)
+        sizes = tokens, rows, logits, context, runs.bit_length(), sum(map(copies_of_scores, draws))
+        if self._linears is None:
+            return self._sizes.are_exceeded(*sizes)
+        if not self._linears.are_settled:  # weights are reordered and kernels are compiled after each step
+            self._sizes.are_exceeded(*sizes)
+            return True
+        # One forward has all tokens, or the decoding rows and each prompt have one of their own.
+        counts = {tokens, logits, sum(segment.is_decode for segment in batch), *(segment.length for segment in batch)}
+        return self._sizes.are_exceeded(*sizes, rows=counts - {0})
 
 
 class GenerationLoop:
@@ -114,7 +122,9 @@ class GenerationLoop:
         self._writer = DeltaWriter(outbox, piece)
         self.limit = AdmissionLimit()
         self._counts = TokenCounts()
-        self._largest, self._on_larger_step = LargestStep(), on_larger_step
+        has_kernels = backend.linears is not None and backend.linears.has_layers
+        self._largest = LargestStep(backend.linears if has_kernels else None)
+        self._on_larger_step = on_larger_step
         self._finished_at = 0.0  # monotonic seconds when the last step finished
 
     # Requests
@@ -213,7 +223,7 @@ class GenerationLoop:
         return self._active.next(self._backend.prefill_budget, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:
-        if self._on_larger_step is not None and self._largest.is_exceeded(batch):
+        if self._on_larger_step is not None and self._is_larger(batch):
             self._on_larger_step()
         begin = time.monotonic()
         if self._backend.drafter is not None:
@@ -224,6 +234,11 @@ class GenerationLoop:
                 choice.started_at = begin
                 self._writer.progress(choice, begin)
         return self._launcher.launch(batch, begin)
+
+    def _is_larger(self, batch: Batch) -> bool:
+        """Record a step. True if it may take more main memory than all before."""
+        draws = [choice.sequence.sampling for part in self._active.parts(batch) for choice in part.choosers]
+        return self._largest.is_exceeded(batch, draws)
 
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""

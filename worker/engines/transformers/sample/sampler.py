@@ -86,6 +86,13 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return bool(changes) and sampling.repeat_last_n != 0
 
 
+def copies_of_scores(sampling: SamplingParams) -> int:
+    """A measure of the main memory that the choice of a token takes: its logits, their draw, filters and logprobs."""
+    is_drawn = sampling.temperature > 0.0
+    is_filtered = is_drawn and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0)
+    return 1 + is_drawn + is_filtered + (sampling.logprobs is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """The next tokens of some rows, on the device. Their values reach the host with the step's `DeviceToHost`."""
