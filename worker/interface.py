@@ -5,6 +5,7 @@ GenerationRequests into Deltas and contains no dialect. This module holds values
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -265,6 +266,9 @@ class Engine(Protocol):
     @property
     def measured(self) -> dict[str, int]:
         """Peak bytes by device name (`cpu`: resident bytes of this process)."""
+
+    def announced(self, size: int) -> AbstractContextManager[None]:
+        """Announce that a request takes up to `size` bytes of main memory in the block, beside its steps."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield deltas of all choices in the order of their computation, until the `finish` of the last choice.

@@ -192,12 +192,7 @@ async def ask_others(up: Router, name: str) -> None:
 async def test_embedders_and_models_whose_steps_are_estimated_are_charged_what_they_take(tmp_path: Path) -> None:
     async with router("--models-preset", str(write_other_presets(tmp_path)), "--fork-server") as up:
         fork_server = await fork_server_of(up)
-        for name in (
-            "embedder",
-            "scorer",
-            "large",
-            "large",
-        ):  # the last one is prebuilt, and its steps are estimated again
+        for name in ("embedder", "scorer", "large", "large"):  # the last one is prebuilt
             assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
             await up.becomes(name, "loaded")
             state: Any = (await up.client.get("/router/state")).json()

@@ -15,6 +15,7 @@ Words in a prompt:
 """
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,9 @@ class FakeEngine:
         decoder = tokenizer.backend_tokenizer.decoder.__getstate__().decode()
         spell: Any = tokenizer.convert_ids_to_tokens
         self._bytes = detokenizer.TokenBytes(decoder, spell, added)
+
+    def announced(self, size: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @property
     def occupancy(self) -> EngineLoad:

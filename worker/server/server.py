@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 
 SHUTDOWN_TIMEOUT = 2.0
 KEEPALIVE_TIMEOUT = 75.0
+# Main memory for each byte of a body until its texts are tokens (worker/prompt/text_limits.py), and for one body at
+# most: a text that is too long is rejected before. The latter is a guess.
+TEXT_BYTES, MOST_TEXT_BYTES = 225, 128 << 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RETRYABLE = (429, 503)
 
@@ -273,8 +276,10 @@ class Server:
         """Call the API function, run its generations and write the response. Raises errors that have a status."""
         request = exchange.request
         model = self._model_of(request)
+        text_bytes = min(TEXT_BYTES * (request.content_length or 0), MOST_TEXT_BYTES)
         async with self._bodies.admit(request):
-            call = await function(await _body(request), model, **waited)
+            with model.engine.announced(text_bytes):
+                call = await function(await _body(request), model, **waited)
         if isinstance(call, JsonAnswer):
             return await exchange.send_result(call)
         # The engine has its own default, which replaced adapters may change.

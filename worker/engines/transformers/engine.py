@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,7 @@ class TransformersEngine:
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
-        self._answers = 0  # bytes of the answers of running requests of an encoder
+        self._request_bytes = 0  # of running requests, by `announced`
         outbox = Outbox()
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
@@ -375,7 +375,11 @@ class TransformersEngine:
         self._admit(work, job, 1)
         width = self.encoding.dimensions if self.encoding is not None else 1
         is_pooled = self.encoding is None or self.encoding.is_pooled
-        self._announce_answer(width * (len(texts) if is_pooled else sum(len(text.tokens) for text in texts)))
+        numbers = width * (len(texts) if is_pooled else sum(len(text.tokens) for text in texts))
+        answer, task = contextlib.ExitStack(), asyncio.current_task()
+        answer.enter_context(self.announced(ANSWER_BYTES * numbers))
+        assert task is not None
+        task.add_done_callback(lambda _: answer.close())  # its text is written by then
         try:
             if not self._loop.post(partial(work.add, job)):
                 raise Draining("the model is being unloaded")
@@ -384,19 +388,13 @@ class TransformersEngine:
             work.limit.release(job, 1)
             self._loop.post(partial(work.cancel, job))
 
-    def _announce_answer(self, numbers: int) -> None:
-        """Announce the memory of an answer of so many numbers, until the task of its request has written it. Answers
-        that are small together are part of what the steps may take."""
-        size = ANSWER_BYTES * numbers
-        self._answers += size
-        announcement = contextlib.ExitStack()
-        if self._with_steps and self._answers > memory.COPIED_BETWEEN_PULSES // 2:
-            announcement.enter_context(self._growth.announced(size))
-
-        def end(_: object) -> None:
-            self._answers -= size
-            announcement.close()
-
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(end)
+    @contextlib.contextmanager
+    def announced(self, size: int) -> Iterator[None]:
+        """See `worker.interface.Engine`. Requests that are small together are part of what the steps may take."""
+        self._request_bytes += size
+        is_large = self._with_steps and self._request_bytes > memory.COPIED_BETWEEN_PULSES // 2
+        try:
+            with self._growth.announced(size) if is_large else contextlib.nullcontext():
+                yield
+        finally:
+            self._request_bytes -= size
