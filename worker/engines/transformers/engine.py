@@ -392,7 +392,7 @@ class TransformersEngine:
     def announced(self, size: int) -> Iterator[None]:
         """See `worker.interface.Engine`. Requests that are small together are part of what the steps may take."""
         self._request_bytes += size
-        is_large = self._with_steps and self._request_bytes > memory.COPIED_BETWEEN_PULSES // 2
+        is_large = self._with_steps and self._request_bytes > memory.COPIED_BETWEEN_PULSES // 4
         try:
             with self._growth.announced(size) if is_large else contextlib.nullcontext():
                 yield
