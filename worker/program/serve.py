@@ -81,17 +81,15 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     if not channel.supervised:
         url = address.replace("tcp:", "http://")
         logging.getLogger("worker").info("%s listens on %s; Ctrl-C stops it", command.name or command.snapshot, url)
-    inheritance = memory.inheritance
-    with inheritance.last_count():
-        steps = 0 if engine.has_warmed_up else engine.steps_to_come
     # If its steps are known from earlier loads, a worker does not wait for a count: its first pulse has exact figures.
-    with inheritance.last_count() if steps else inheritance.one_count():
+    is_estimated = engine.announces_steps and not command.warm_up
+    with memory.inheritance.last_count() if is_estimated else memory.inheritance.one_count():
         ready = Ready(
             address=address,
             measured=engine.measured,
             later=engine.later,
             unannounced=engine.unannounced,
-            steps=steps,
+            steps=0 if engine.has_warmed_up else engine.steps_to_come,
             mapped=memory.mapped(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,

@@ -70,8 +70,8 @@ class Ready:
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
     unannounced: int = 0  # as in Pulse
-    # The part of `unannounced` for larger steps, as estimated or as an earlier load has measured. If it is not 0 and there
-    # was no `Serve.warm_up`, `measured` is an upper bound until the first `Pulse`.
+    # The part of `unannounced` for larger steps, as estimated or as an earlier load has measured. If it is not 0 and
+    # `Serve.warm_up` is False, `measured` is an upper bound until the first `Pulse`.
     steps: int = 0
     mapped: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank

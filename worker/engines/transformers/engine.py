@@ -237,6 +237,11 @@ class TransformersEngine:
         return self._grammars.bytes_to_come if self._generation is not None else 0
 
     @property
+    def announces_steps(self) -> bool:
+        """True if it announces the main memory of steps that are larger than those so far."""
+        return self._with_steps > 0
+
+    @property
     def steps_to_come(self) -> int:
         """Bytes that steps larger than those so far and their requests may take; 0: it does not announce them."""
         if not self._with_steps:
@@ -394,7 +399,10 @@ class TransformersEngine:
         self._request_bytes += size
         is_large = self._with_steps and self._request_bytes > memory.COPIED_BETWEEN_PULSES // 4
         try:
-            with self._growth.announced(size) if is_large else contextlib.nullcontext():
+            with contextlib.ExitStack() as announcement:
+                if is_large:
+                    with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
+                        announcement.enter_context(self._growth.announced(size))
                 yield
         finally:
             self._request_bytes -= size
