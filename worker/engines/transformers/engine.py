@@ -401,8 +401,10 @@ class TransformersEngine:
         try:
             with contextlib.ExitStack() as announcement:
                 if is_large:
+                    # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
+                    more = memory.COPIED_BETWEEN_PULSES
                     with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
-                        announcement.enter_context(self._growth.announced(size))
+                        announcement.enter_context(self._growth.announced(size + more))
                 yield
         finally:
             self._request_bytes -= size
