@@ -91,6 +91,7 @@ class TransformersEngine:
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
         self._request_bytes = 0  # of running requests, by `announced`
+        self._has_had_requests = False
         outbox = Outbox()
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
@@ -397,12 +398,13 @@ class TransformersEngine:
     def announced(self, size: int) -> Iterator[None]:
         """See `worker.interface.Engine`. Requests that are small together are part of what the steps may take."""
         self._request_bytes += size
-        is_large = self._with_steps and self._request_bytes > memory.COPIED_BETWEEN_PULSES // 4
+        is_first, self._has_had_requests = not self._has_had_requests, True
+        is_large = self._with_steps and (is_first or self._request_bytes > memory.COPIED_BETWEEN_PULSES // 4)
         try:
             with contextlib.ExitStack() as announcement:
                 if is_large:
                     # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
-                    more = memory.COPIED_BETWEEN_PULSES
+                    more = memory.TAKEN_BY_REQUESTS if is_first else memory.COPIED_BETWEEN_PULSES
                     with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
                         announcement.enter_context(self._growth.announced(size + more))
                 yield
