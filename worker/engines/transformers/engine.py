@@ -90,7 +90,6 @@ class TransformersEngine:
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
-        self._request_bytes = 0  # of running requests, by `announced`
         self._has_had_requests = False
         outbox = Outbox()
         work: GenerationLoop | EncoderLoop
@@ -397,16 +396,15 @@ class TransformersEngine:
     @contextlib.contextmanager
     def announced(self, size: int) -> Iterator[None]:
         """See `worker.interface.Engine`. Requests that are small together are part of what the steps may take."""
-        self._request_bytes += size
-        is_first, self._has_had_requests = not self._has_had_requests, True
-        is_large = self._with_steps and (is_first or self._request_bytes > memory.COPIED_BETWEEN_PULSES // 4)
+        growth, is_first = self._growth, not self._has_had_requests
+        self._has_had_requests = True
+        growth.running_bytes += size
         try:
-            with contextlib.ExitStack() as announcement:
-                if is_large:
-                    # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
-                    more = memory.TAKEN_BY_REQUESTS if is_first else memory.COPIED_BETWEEN_PULSES
-                    with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
-                        announcement.enter_context(self._growth.announced(size + more))
-                yield
+            if self._with_steps and (is_first or growth.running_bytes > memory.COPIED_BETWEEN_PULSES // 4):
+                # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
+                more = memory.TAKEN_BY_REQUESTS if is_first else memory.COPIED_BETWEEN_PULSES
+                with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
+                    growth.announce_requests(growth.running_bytes + more)
+            yield
         finally:
-            self._request_bytes -= size
+            growth.running_bytes -= size

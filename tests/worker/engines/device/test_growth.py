@@ -23,10 +23,30 @@ def test_steps_are_announced_once_until_a_pulse_has_what_they_took() -> None:
     growth.announce_steps(12)
     with growth.announced(5):
         assert growth.bytes == 17
-    growth.step_bytes = 0  # the pulse
+    growth.settle()
     growth.announce_steps(0)
     growth.announce_steps(4)
     assert announced == [12, 17, 4]
+
+
+def test_one_announcement_serves_the_requests_until_a_pulse() -> None:
+    announced: list[int] = []
+    growth = Growth(lambda: announced.append(growth.bytes))
+    growth.running_bytes = 30
+    growth.settle()
+    assert growth.bytes == 0, "requests of a worker that announces none"
+    growth.announce_requests(30 + 7)
+    growth.running_bytes = 60
+    growth.announce_requests(60 + 7)
+    assert announced == [74]
+    growth.settle()
+    assert growth.bytes == 60, "running requests may not have taken theirs yet"
+    growth.running_bytes = 20
+    growth.announce_requests(20 + 7)
+    growth.announce_requests(70)
+    growth.running_bytes = 0
+    growth.settle()
+    assert (announced, growth.bytes) == ([74, 140], 0)
 
 
 def batch(*parts: tuple[int, int]) -> Batch:

@@ -13,13 +13,20 @@ class Growth:
     def __init__(self, announce: Callable[[], None] = lambda: None):
         """`announce`: send a `MemoryNeed`, which contains `bytes`."""
         self.lock = threading.Lock()
-        self.step_bytes = 0  # those of the steps until the next pulse, which sets it to 0
+        self.step_bytes = 0  # those of the steps until the next pulse
+        self.running_bytes = 0  # of main memory that running requests may take, announced or not
+        self._request_bytes = 0  # those of requests until the next pulse
         self._block_bytes = 0
         self._announce = announce
 
     @property
     def bytes(self) -> int:
-        return self._block_bytes + self.step_bytes
+        return self._block_bytes + self.step_bytes + self._request_bytes
+
+    def settle(self) -> None:
+        """Revoke what the pulse that is composed now contains. No step runs, and running requests may take more."""
+        self.step_bytes = 0
+        self._request_bytes = self.running_bytes if self._request_bytes else 0
 
     def announce_steps(self, size: int) -> None:
         """Announce that the steps until the next pulse may take `size` bytes. Without effect if they are announced."""
@@ -27,6 +34,15 @@ class Growth:
             return
         with self.lock:
             self.step_bytes = size
+            self._announce()
+
+    def announce_requests(self, size: int) -> None:
+        """Announce that requests may take `size` bytes until the next pulse, and as much again for further ones, so
+        that few requests need an announcement. Without effect if they are announced."""
+        if size <= self._request_bytes:
+            return
+        with self.lock:
+            self._request_bytes = 2 * size
             self._announce()
 
     @contextmanager

@@ -248,7 +248,7 @@ class StepLoop:
 
     def _compose_pulse(self) -> None:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
-        self._growth.step_bytes = 0  # no step runs now, so what steps have taken is measured below
+        self._growth.settle()  # what steps have taken is measured below
         with memory.inheritance.one_count():
             # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
             later = self._later()
