@@ -282,8 +282,10 @@ class Proxy:
             body += await _read_up_to(exchange, BUFFERED_BYTES)
         lease = response.lease
         if exchange.status == 503 and lease is not None and lease.worker.state is State.READY and lease.aborted is None:
-            # Only a worker that stops answers so. The router has not stopped it: somebody has sent it a signal.
-            raise Unanswered(await _lost_cause(lease))
+            # A worker that stops answers so. The router has not stopped it: somebody has sent it a signal.
+            cause = await _lost_cause(lease)
+            if lease.worker.ended.is_set():
+                raise Unanswered(cause)
         response.first_byte = time.monotonic()
         if response.committed:  # the client has a stream's status line, so the worker's error becomes a frame
             response.failed = exchange.status
