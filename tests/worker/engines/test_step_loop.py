@@ -221,7 +221,7 @@ def test_steps_get_another_number_of_threads_at_a_pulse() -> None:
     assert torch.get_num_threads() == before, "other threads are unchanged"
 
 
-def test_what_announced_steps_took_is_reported_as_soon_as_they_have_ended() -> None:
+def test_what_announced_steps_took_is_reported_soon_after_they_have_ended() -> None:
     growth, reported = Growth(), threading.Event()
     announced: list[int] = []
 

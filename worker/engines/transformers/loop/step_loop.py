@@ -25,6 +25,9 @@ from worker.interface import EngineLoad
 from worker.protocol.events import Exit, Pulse
 
 PULSE_INTERVAL = 1.0  # seconds
+# Seconds from the end of announced steps to the pulse that has what they took. It counts pages, which would delay a
+# swap that begins as soon as the steps have ended.
+_IDLE_PULSE = 0.1
 
 T = TypeVar("T")
 
@@ -225,7 +228,7 @@ class StepLoop:
                 self._publish()
             else:
                 if self._growth.step_bytes:  # report what the steps took; until then all that they may take is reserved
-                    self._send_pulse()
+                    due = min(due, time.monotonic() + _IDLE_PULSE)
                 self._wake.wait(max(0.0, due - time.monotonic()))
 
     def _run_commands(self) -> None:
