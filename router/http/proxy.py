@@ -282,7 +282,7 @@ class Proxy:
             body += await _read_up_to(exchange, BUFFERED_BYTES)
         lease = response.lease
         if exchange.status == 503 and lease is not None and lease.worker.state is State.READY and lease.aborted is None:
-            # A worker that stops answers so. The router has not stopped it: somebody has sent it a signal.
+            # A worker answers 503 while it stops. The router has not stopped this one: another program sent a signal.
             cause = await _lost_cause(lease)
             if lease.worker.ended.is_set():
                 raise Unanswered(cause)

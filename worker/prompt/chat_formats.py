@@ -114,16 +114,22 @@ _HERMES = _family(
 # A tag that is not closed has no key, which is an error: the call becomes content. Its text to the end is taken, since
 # a search from each such tag would take quadratic time.
 _PARAMETER = r"<parameter=(?:(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>|.*)"
-_QWEN_XML = _family(
-    "qwen-xml",
-    {
-        "open_pattern": r"<tool_call>\s{0,32}<function=(?P<name>[^>\n]{1,256})>",
-        "close_pattern": r"</function>\s{0,32}</tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": _PARAMETER},
-        "transform": _function("{name}", "{content}"),
-    },
-)
+
+
+def _function_tags(name: str, tag: str) -> ChatFormat:
+    return _family(
+        name,
+        {
+            "open_pattern": rf"<{tag}>\s{{0,32}}<function=(?P<name>[^>\n]{{1,256}})>",
+            "close_pattern": rf"</function>\s{{0,32}}</{tag}>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": _PARAMETER},
+            "transform": _function("{name}", "{content}"),
+        },
+    )
+
+
+_QWEN_XML = _function_tags("qwen-xml", "tool_call")
 _GLM = _family(
     "glm",
     {
@@ -209,16 +215,7 @@ _MINIMAX = _family(
     },
     further={"calls_end": {"open": "</minimax:tool_call>", "content": "text"}},
 )
-_SEED = _family(
-    "seed",
-    {
-        "open_pattern": r"<seed:tool_call>\s{0,32}<function=(?P<name>[^>\n]{1,256})>",
-        "close_pattern": r"</function>\s{0,32}</seed:tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": _PARAMETER},
-        "transform": _function("{name}", "{content}"),
-    },
-)
+_SEED = _function_tags("seed", "seed:tool_call")
 _NEMOTRON = _family(
     "nemotron",
     {

@@ -254,7 +254,7 @@ class TransformersEngine:
         return self.later - self._growth.bytes + memory.measured(())["cpu"]
 
     def _announce_steps(self) -> None:
-        # What a process holds already may hide in `steps_to_come` what this step takes.
+        # `steps_to_come` is too low if the process has taken memory for other purposes than steps.
         with memory.inheritance.last_count():
             self._growth.announce_steps(max(self.steps_to_come, memory.TAKEN_BY_REQUESTS))
 
