@@ -16,7 +16,7 @@ from router.cli.worker_program import run_worker
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
-from router.errors import RouterError
+from router.errors import LoadFailed, RouterError
 from router.fleet import worker_argv
 from router.launch.devices import Devices
 from router.launch.spawn import may_fork
@@ -189,6 +189,20 @@ def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: boo
         devices=tuple(machine.report(reading, needs[reading.id], bounds, keys) for reading in readings),
         warnings=(*sharding.unused_settings(preset, facts, machine.readings, allowed), *filter(None, [choice.note])),
     )
+
+
+def unused_placement(loaded: LoadedPresets, environ: Mapping[str, str]) -> list[str]:
+    """Return a warning for each key of placement that the devices of this machine do not honour."""
+    with contextlib.closing(Devices(environ)) as devices:
+        readings = devices.read()
+    warnings: list[str] = []
+    for preset in loaded.presets.values():
+        try:
+            unused = sharding.unused_placement(preset, readings, allowed_devices(preset, readings))
+            warnings += (f"{preset.id}: {warning}" for warning in unused)
+        except LoadFailed as error:  # no fault: presets may be checked on another machine
+            warnings.append(error.message)
+    return warnings
 
 
 def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list[str]]:

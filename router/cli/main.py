@@ -282,13 +282,16 @@ def check(
     misfits: dict[str, str] = {}
     if effective:
         document["options"] = written.options(parsed)
-    if memory and not loaded.problems:
-        from router.cli import estimate  # Imported late: it reads devices.
+    from router.cli import estimate  # Imported late: it reads devices.
 
+    warnings = estimate.unused_placement(loaded, os.environ)
+    if memory and not loaded.problems:
         machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
-        misfits, warnings = estimate.check(loaded, machine)
-        document |= {"does_not_fit": misfits, "placement_warnings": warnings}
-        text = "\n".join([*misfits.values(), *(f"warning: {each}" for each in warnings), text])
+        misfits, further = estimate.check(loaded, machine)
+        warnings = list(dict.fromkeys([*warnings, *further]))
+        document["does_not_fit"] = misfits
+    document["placement_warnings"] = warnings
+    text = "\n".join([*misfits.values(), *(f"warning: {each}" for each in warnings), text])
     if as_json:
         _print_document(document)
     else:
@@ -317,7 +320,7 @@ def check(
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: bool, as_json: bool, **params: Any) -> int:
-    from router.cli import estimate, estimate_report  # Imported late: they read devices, as no other command does.
+    from router.cli import estimate, estimate_report  # Imported late: they read devices.
 
     parsed, preset = _choose(ctx, params, model)
     machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))

@@ -378,6 +378,11 @@ def unused_settings(
     """Yield a warning for each key that has no effect, or another one, for this model on these `devices`."""
     if preset.caps_ctx and 0 < facts.max_positions < preset.ctx_size:
         yield f"ctx-size is {facts.max_positions}, the model's maximum, and not {preset.ctx_size}"
+    yield from unused_placement(preset, readings, devices)
+
+
+def unused_placement(preset: Preset, readings: Sequence[Reading], devices: Collection[DeviceId]) -> Iterator[str]:
+    """Yield a warning for each key of placement that has no effect, or another one, on these `devices`."""
     by_name = _by_name(readings)
     known = ", ".join(sorted(str(reading.id) for reading in readings))
     on_host = all(device.index == HOST for device in devices)

@@ -250,6 +250,24 @@ def test_check_shows_which_presets_share_a_worker(capsys: pytest.CaptureFixture[
     ], "flags win over sections"  # fmt: skip
 
 
+def test_check_reports_keys_of_placement_that_this_machine_does_not_honour(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = preset(
+        tmp_path,
+        "[a]\nmodel = demo:a\nrequired-memory = cuda:7=100\ngpu-split = 8\n[b]\nmodel = demo:b\ndevice = cuda:7\n",
+    )
+    expected = [
+        "a: required-memory names cuda:7, and there is no such device here, only cpu",
+        "a: gpu-split has no effect on the CPU",
+        "b: there is no device cuda:7 here, only cpu; change `device`",
+    ]
+    code, out, _ = run(capsys, "check", path)
+    assert (code, out.splitlines()) == (0, [*(f"warning: {each}" for each in expected), "2 models, no fault: a b"])
+    assert json.loads(run(capsys, "check", "--json", path)[1])["placement_warnings"] == expected
+
+
 def test_check_without_a_file_reads_the_same_presets_as_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "check", "--demo")[1].startswith("5 models, no fault: demo-chat ")
     assert run(capsys, "check", "-m", "org/a", "-hf", "org/b", "--model_path", "demo:c") == (
