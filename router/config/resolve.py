@@ -13,7 +13,7 @@ import click
 
 from router.config import ini, named_models, preset_keys, serving_properties
 from router.config.adapters import resolve_adapters
-from router.config.chat_templates import NOT_OFFERED
+from router.config.chat_templates import FALLBACKS, jinja
 from router.config.ini import Problem
 from router.config.model_source import FoundModel, resolve_source
 from router.config.named_models import NamedModel
@@ -391,8 +391,8 @@ class _Resolution:
             fields.pop("chat_template_file", None)
         else:
             fields["chat_template"] = template
-        if fields.get("chat_template") in NOT_OFFERED:
-            self._use_own_template(settings["chat-template"].place, fields)
+        if fields.get("chat_template") in FALLBACKS:
+            self._prefer_own_template(settings["chat-template"].place, fields)
         sampling = fields["sampling"]
         for name in ("grammar", "json-schema"):
             if (text := self._file_of(name, settings)) is not None:
@@ -412,17 +412,17 @@ class _Resolution:
         fields["sampling"] = {name: value for name, value in sampling.items() if value not in ("", {})}
         self._reasoning(settings, fields)
 
-    def _use_own_template(self, place: Problem, fields: dict[str, Any]) -> None:
-        """Replace a name of llama-server without a template here by the checkpoint's own template.
+    def _prefer_own_template(self, place: Problem, fields: dict[str, Any]) -> None:
+        """Replace a name in `FALLBACKS` by the checkpoint's own template, or by its Jinja text if a folder has none.
 
-        A model of the hub may not be on disk yet, so only a folder without a template is refused.
+        A model of the hub may not be on disk yet, and is taken to have a template.
         """
-        name, fields["chat_template"] = fields["chat_template"], ""
+        name = fields["chat_template"]
         if fields.get("path") and not self._has_template(fields["path"]):
-            why = f"{name} is not offered by this version, and {fields['path']} has no template of its own"
-            self._fail(place, f"chat-template: {why}; write one into chat-template-file")
+            fields["chat_template"] = jinja(name)
         else:
-            why = f"{name} is not offered by this version; the checkpoint's own template is used"
+            fields["chat_template"] = ""
+            why = f"the checkpoint's own template takes precedence over {name}"
             self._warn(place, f"chat-template: {why}; remove the key, or write a template into chat-template-file")
 
     def _has_template(self, folder: str) -> bool:
