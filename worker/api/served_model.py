@@ -190,9 +190,9 @@ class ServedModel:
                 rows += encoded
             return rows
 
-        return await self._in_thread(encode)
+        return await self.in_thread(encode)
 
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run `function` in one of few threads. It goes on when its request is cancelled, and keeps its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
@@ -228,7 +228,7 @@ class ServedModel:
             shorter = (shorten(text, limit, self._count) for text in texts)
             return [list(ids) for group in groups(shorter) for ids in self._truncated(limit, group)["input_ids"]]
 
-        return await self._in_thread(encode)
+        return await self.in_thread(encode)
 
     async def first_tokens(self, texts: Sequence[str], count: int, param: str) -> list[str]:
         """Return the beginning of each text that its first `count` tokens stand for. Special tokens do not count.
@@ -246,7 +246,7 @@ class ServedModel:
             ends = [end for _, end in backend.encode(text, add_special_tokens=False).offsets]
             return text if len(ends) <= count else text[: ends[count - 1]]
 
-        return await self._in_thread(lambda: [cut(text) for text in texts])
+        return await self.in_thread(lambda: [cut(text) for text in texts])
 
     async def encode_pairs(self, first: str, seconds: Sequence[str], limit: TextLimit) -> list[EncoderInput]:
         """Join `first` with each of `seconds` as the tokenizer joins pairs. If `limit` allows a cut, remove tokens
@@ -280,7 +280,7 @@ class ServedModel:
                 for pair in encode(group[begin : begin + size])
             ]
 
-        return await self._in_thread(encode_all)
+        return await self.in_thread(encode_all)
 
     async def encode_around(
         self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], suffix: str, limit: TextLimit
@@ -367,7 +367,7 @@ class ServedModel:
             raise limit.error(size // self.text_bound.bytes_per_token)
         if size <= LONG_CHAT:
             return render(conversation)
-        return await self._in_thread(lambda: render(conversation))
+        return await self.in_thread(lambda: render(conversation))
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         # reading special tokens as text is tokenizer state, and other threads use the tokenizer

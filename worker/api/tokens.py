@@ -47,7 +47,9 @@ async def _of_content(body: Json, model: ServedModel) -> JsonAnswer:
     tokens = await model.encode_pieces(
         pieces, model.count_limit("content"), add_special=add_special, parse_special=parse_special is not False
     )
-    listed: list[Any] = [{"id": token, "piece": _piece(model, token)} for token in tokens] if with_pieces else tokens
+    listed: list[Any] = tokens
+    if with_pieces:  # 3 microseconds each
+        listed = await model.in_thread(lambda: [{"id": token, "piece": _piece(model, token)} for token in tokens])
     return JsonAnswer(body={"tokens": listed}, ignored=ignored)
 
 
@@ -59,7 +61,7 @@ async def _of_prompt(body: Json, model: ServedModel) -> JsonAnswer:
     with_strings = fields.flag("return_token_strs") or False
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     [tokens] = await model.encode([prompt], model.count_limit("prompt"), add_special=add_special)
-    return _tokens_answer(tokens, model, ignored, with_strings=with_strings)
+    return await _tokens_answer(tokens, model, ignored, with_strings=with_strings)
 
 
 async def _of_chat(body: Json, model: ServedModel) -> JsonAnswer:
@@ -68,18 +70,21 @@ async def _of_chat(body: Json, model: ServedModel) -> JsonAnswer:
     with_strings = fields.flag("return_token_strs") or False
     chat = {name: value for name, value in body.items() if name not in fields.known}
     tokens, ignored = await chat_prompt_tokens(chat, model, add_special=add_special)
-    return _tokens_answer(tokens, model, ignored, with_strings=with_strings)
+    return await _tokens_answer(tokens, model, ignored, with_strings=with_strings)
 
 
-def _tokens_answer(
+async def _tokens_answer(
     tokens: Sequence[int], model: ServedModel, ignored: tuple[str, ...], *, with_strings: bool
 ) -> JsonAnswer:
     """Return vLLM's answer. Texts beyond `max_model_len` are accepted, up to `ServedModel.count_limit`."""
+    strings = None
+    if with_strings:
+        strings = await model.in_thread(lambda: model.tokenizer.convert_ids_to_tokens(list(tokens)))
     answer = {
         "count": len(tokens),
         "max_model_len": model.engine.ctx_size,
         "tokens": tokens,
-        "token_strs": model.tokenizer.convert_ids_to_tokens(list(tokens)) if with_strings else None,
+        "token_strs": strings,
     }
     return JsonAnswer(body=answer, ignored=ignored)
 

@@ -1,5 +1,6 @@
 """/tokenize and /detokenize, for llama-server's and for vLLM's clients."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.worker import serving
 from tests.worker.chatting import model
 from worker.api.served_model import LONG_TEXT
 from worker.api.tokens import detokenize, tokenize
+from worker.detokenizer import TokenBytes
 from worker.errors import UnsupportedField
 
 BOS = 0
@@ -57,6 +59,24 @@ async def test_detokenize_restores_the_text(text: str) -> None:
 async def test_a_long_text_is_tokenized_like_a_short_one() -> None:
     text = "word " * (LONG_TEXT // 4)
     assert await tokens({"content": text}) == serving.tokenizer().encode(text, add_special_tokens=False)
+
+
+async def test_the_pieces_of_a_text_are_built_beside_the_event_loop() -> None:
+    made, threads = model(), set[str]()
+    whole = made.token_bytes
+
+    class Noted(TokenBytes):
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, token: int) -> bytes:
+            threads.add(threading.current_thread().name)
+            return whole(token)
+
+    made.token_bytes = Noted()
+    pieces = (await tokenize({"content": "hi there", "with_pieces": True}, made)).body["tokens"]
+    assert "".join(each["piece"] for each in pieces).strip() == "hi there"
+    assert threading.current_thread().name not in threads
 
 
 async def ask(body: dict[str, Any], **settings: Any) -> Any:
