@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, event_frame
@@ -10,7 +10,7 @@ from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.openai_replies import logprob_entries
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
-from worker.errors import InvalidValue, UnsupportedField
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import Delta, TokenLogprob
 from worker.prompt import logprob_options
@@ -31,8 +31,38 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
     chat_body, repeated_fields = _read(fields, model)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
-    chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields))
+    names = _client_names(fields)
+
+    def parse(messages: Sequence[Json]) -> Awaitable[ParsedCompletion]:
+        return parse_chat({**chat_body, "messages": messages}, model, id=id, names=names)
+
+    is_cut = repeated_fields["truncation"] == "auto"
+    chat = await (_parse_cut(chat_body["messages"], parse) if is_cut else parse(chat_body["messages"]))
     return chat.call(ResponsesWriter(id, chat, repeated_fields), ignored=ignored)
+
+
+async def _parse_cut(
+    messages: Sequence[Json], parse: Callable[[Sequence[Json]], Awaitable[ParsedCompletion]]
+) -> ParsedCompletion:
+    """Parse `messages` without the oldest turns, as few as the context requires. Leading system messages stay. A turn
+    begins with a message of the user, so that results of tools keep their calls. Raise ContextExceeded if not even the
+    last turn fits.
+    """
+    head = next((at for at, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    begins = [head, *(at for at, message in enumerate(messages) if at > head and message["role"] == "user")]
+    found, low, high = None, 0, len(begins) - 1
+    tried = 0  # all messages, which mostly fit; then a binary search, because each try renders the prompt
+    while low <= high:
+        try:
+            found = await parse([*messages[:head], *messages[begins[tried] :]])
+            high = tried - 1
+        except ContextExceeded:
+            if tried == len(begins) - 1:
+                raise
+            low = tried + 1
+        tried = (low + high) // 2
+    assert found is not None
+    return found
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
@@ -69,7 +99,6 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
     if fields.flag("store"):
         fields.mark_unused("store")  # the default of OpenAI, which some clients send
     fields.refuse("background", "background is not supported: an answer ends when its connection closes; use stream")
-    fields.refuse("truncation", 'truncation must be "disabled": input is never truncated')
     fields.refuse("prompt", "prompt is not supported: prompts are not stored; use instructions and input")
     included = fields.sequence("include") or []
     for name in included:
@@ -122,6 +151,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         "tool_choice": fields.take("tool_choice") or "auto",
         "tools": [{"type": "function", **tool["function"]} for tool in tools],
         "top_logprobs": top,
+        "truncation": fields.choice("truncation") or "disabled",
     }
     return chat_body, repeated_fields
 
@@ -278,7 +308,6 @@ class ResponsesWriter(ReplyWriter):
             "background": False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
             **repeated_fields,
         }
         self._output: list[Json] = []

@@ -1,5 +1,6 @@
 """OpenAI's Responses API: the official client, and bodies that it never sends."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -7,10 +8,13 @@ import openai
 import pydantic
 import pytest
 
+from tests.worker.chatting import model, whole
 from tests.worker.clients import openai_client
 from tests.worker.fake_engine import CACHED, SCRIPT
 from tests.worker.serving import serving
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
+from worker.api.responses import responses
+from worker.errors import ContextExceeded
 
 HI: Any = {"model": "m", "input": "hi"}
 HI_THERE: Any = [{"role": "user", "content": "hi"}]
@@ -250,6 +254,29 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
                 await client.responses.create(**HI, extra_body=wrong)
         assert world.engine.requests == []
         await client.responses.create(**HI, store=False, truncation="disabled")
+
+
+async def test_truncation_drops_as_few_of_the_oldest_turns_as_possible() -> None:
+    asking = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    turns: list[list[Any]] = [[{"role": "user", "content": f"{turn} " * 20}] for turn in range(6)]
+    turns[2] += [asking, {"type": "function_call_output", "call_id": "c", "output": "sun"}]
+    asked = {"instructions": "Be brief.", "truncation": "auto"}
+
+    def body(first: int, **further: Any) -> Any:
+        return {**asked, **further, "input": [item for turn in turns[first:] for item in turn]}
+
+    made = model()
+    wholes: list[list[int]] = []
+    for first in range(6):
+        with contextlib.suppress(ContextExceeded):
+            wholes.append(list((await responses(body(first, truncation="disabled"), made)).generations[0].prompt))
+    assert 1 <= len(wholes) <= 4, "some turns are too many"
+    call = await responses(body(0), made)
+    assert list(call.generations[0].prompt) == wholes[0]
+    assert list((await responses(body(5), made)).generations[0].prompt) == wholes[-1]
+    assert (await whole(call, made.engine))["truncation"] == "auto"
+    with pytest.raises(ContextExceeded):
+        await responses({**asked, "input": "hi " * 400}, made)
 
 
 async def test_tools_that_are_no_functions_are_reported_as_ignored() -> None:

@@ -126,7 +126,7 @@ RESPONSES: Body = {
     "conversation": one_of([], _STATELESS),
     "store": flag("No effect: nothing is stored, and the response has store false."),
     "background": one_of([False]),
-    "truncation": one_of(["disabled"]),
+    "truncation": choice(("auto", "disabled"), "auto: the oldest turns of an input that is too long are dropped."),
     "prompt": one_of([]),
 }
 # For counting only: sampling and structured output accept any value.
@@ -181,7 +181,7 @@ COMPONENTS: Mapping[str, Schema] = {
             **members(NULL, "error", "previous_response_id"),
             **members(const(False), "store", "background"),
             **members(NUMBER, "temperature", "top_p"),
-            "truncation": const("disabled"),
+            "truncation": enum("auto", "disabled"),
             "instructions": or_null(TEXT),
             "max_output_tokens": or_null(COUNT),
             "metadata": ANY_OBJECT,
