@@ -17,10 +17,19 @@ from worker.prompt import logprob_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts, read_image_url
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
-from worker.protocol.dialects.responses import CHAT_FIELDS, INCLUDED, REASONING, RESPONSES, STREAM_OPTIONS, TEXT_OPTIONS
+from worker.protocol.dialects.responses import (
+    CHAT_FIELDS,
+    INCLUDED,
+    REASONING,
+    RESPONSES,
+    STREAM_OPTIONS,
+    TEXT_OPTIONS,
+    WITHOUT_EFFECT,
+)
 
 _STATELESS = "requests are stateless; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_OF_FUNCTION = ("description", "parameters", "strict")
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 
@@ -149,7 +158,8 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         "reasoning": {"effort": chat_body["reasoning_effort"], "summary": None},
         "text": {"format": format_ or {"type": "text"}},
         "tool_choice": fields.take("tool_choice") or "auto",
-        "tools": [{"type": "function", **tool["function"]} for tool in tools],
+        # a function has all members in a response
+        "tools": [{"type": "function", **dict.fromkeys(_OF_FUNCTION), **tool["function"]} for tool in tools],
         "top_logprobs": top,
         "truncation": fields.choice("truncation") or "disabled",
     }
@@ -252,7 +262,7 @@ def _tools(fields: BodyFields) -> list[Json]:
             continue
         if not isinstance(tool.get("name"), str):
             raise InvalidValue(f"{where}.name must be a string", param=f"{where}.name")
-        known = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
+        known = {name: tool.get(name) for name in ("name", *_OF_FUNCTION)}
         tools.append(
             {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
         )
@@ -301,6 +311,7 @@ class ResponsesWriter(ReplyWriter):
             "id": id,
             "object": "response",
             "created_at": int(time.time()),
+            "completed_at": None,
             "model": chat.common.model,
             "error": None,
             "previous_response_id": None,
@@ -308,6 +319,10 @@ class ResponsesWriter(ReplyWriter):
             "background": False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "service_tier": "default",
+            **dict.fromkeys(WITHOUT_EFFECT),
             **repeated_fields,
         }
         self._output: list[Json] = []
@@ -432,8 +447,10 @@ class ResponsesWriter(ReplyWriter):
             status, usage = "completed", self._usage()
             if last.finish == "length":
                 status, details = "incomplete", {"reason": "max_output_tokens"}
+        completed = {"completed_at": int(time.time())} if status == "completed" else {}
         return {
             **self._head,
+            **completed,
             "status": status,
             "incomplete_details": details,
             "output": list(self._output),

@@ -24,7 +24,7 @@ WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "para
 def plain(response: Any) -> Any:
     """Return a response without the fields that differ between requests."""
     received = response.to_dict(mode="json")
-    ids = {"id", "call_id", "created_at", "parsed", "parsed_arguments"}
+    ids = {"id", "call_id", "created_at", "completed_at", "parsed", "parsed_arguments"}
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -49,6 +49,22 @@ async def test_a_response() -> None:
         short = await client.responses.create(**HI, max_output_tokens=3)
         assert short.incomplete_details is not None
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+async def test_a_response_has_the_members_that_open_responses_requires() -> None:
+    tool = {"type": "function", "name": "weather"}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    unused = {"max_tool_calls": 2, "safety_identifier": "s", "prompt_cache_key": "p"}
+    async with serving(chat_template=TOOLS) as world:
+        status, _, body = await world.post("/v1/responses", {**HI, "tools": [tool], **penalties, **unused})
+        assert status == 200
+        assert {name: body[name] for name in penalties} == penalties
+        assert {body[name] for name in unused} == {None}
+        assert body["service_tier"] == "default"
+        assert body["tools"] == [{**tool, "description": None, "parameters": None, "strict": None}]
+        assert body["completed_at"] >= body["created_at"]
+        _, _, cut = await world.post("/v1/responses", {**HI, "max_output_tokens": 3})
+        assert (cut["status"], cut["completed_at"]) == ("incomplete", None)
 
 
 async def test_a_response_accepts_further_fields_of_chats() -> None:

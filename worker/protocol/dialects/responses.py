@@ -94,6 +94,8 @@ CHAT_FIELDS: Body = {
 }
 # Values of `include`. The first one is reported as ignored: reasoning is not encrypted.
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+# Request fields without effect. A response has them as null.
+WITHOUT_EFFECT = ("max_tool_calls", "safety_identifier", "prompt_cache_key")
 _ALLOWED_TOOLS: Body = {
     "mode": required(choice(openai.ALLOWED_MODES)),
     "tools": required(array(_FUNCTION, least=1, about="By their names; others are not shown.")),
@@ -175,13 +177,15 @@ COMPONENTS: Mapping[str, Schema] = {
             "id": TEXT,
             "object": const("response"),
             "created_at": COUNT,
+            "completed_at": or_null(COUNT),
             "model": TEXT,
             "status": _STATUS,
             "incomplete_details": or_null(shape({"reason": const("max_output_tokens")})),
-            **members(NULL, "error", "previous_response_id"),
+            **members(NULL, "error", "previous_response_id", *WITHOUT_EFFECT),
             **members(const(False), "store", "background"),
-            **members(NUMBER, "temperature", "top_p"),
+            **members(NUMBER, "temperature", "top_p", "presence_penalty", "frequency_penalty"),
             "truncation": enum("auto", "disabled"),
+            "service_tier": const("default"),
             "instructions": or_null(TEXT),
             "max_output_tokens": or_null(COUNT),
             "metadata": ANY_OBJECT,
