@@ -253,6 +253,14 @@ def test_the_error_for_other_kinds_of_adapters_names_the_kind(
     assert not problem(llama, one)
 
 
+def test_a_router_that_is_a_linear_layer_has_no_adapter(tmp_path: Path) -> None:
+    snapshot = tiny.make("phimoe", tmp_path / "m")
+    attention = lora.make(snapshot, tmp_path / "attention", target_modules=["q_proj", "o_proj"])
+    assert not problem(snapshot, attention)
+    found = problem(snapshot, lora.make(snapshot, tmp_path / "all"))
+    assert "layers.0.mlp.router is a layer that does not support adapters" in found
+
+
 def test_files_that_are_missing_damaged_or_of_another_model_are_refused(llama: Path, one: Path, tmp_path: Path) -> None:
     assert "has no adapter_config.json" in problem(llama, tmp_path)
     folder = shutil.copytree(one, tmp_path / "cut")

@@ -266,7 +266,8 @@ class LoraAdapters:
         if any(module in self._modules for module in names):
             raise UnusableAdapter(
                 f"{adapter.folder}: {name} is a layer that does not support adapters (a head, an embedding, experts,"
-                " a vision tower, or one whose weights the model's code reads directly); merge it into a checkpoint"
+                " their router, a vision tower, or one whose weights the model's code reads directly); merge it into a"
+                " checkpoint"
             )
         raise UnusableAdapter(f"{adapter.folder} is for another model: there is no layer {name}")
 
@@ -398,13 +399,17 @@ def linear_layers(model: Any) -> Mapping[str, tuple[nn.Module, int, int]]:
     """Linear layers that support adapters, by name, with their numbers of inputs and outputs.
 
     Their input has one row for each token of the step. That excludes the head, which sees the last tokens only, experts
-    and vision towers. Layers whose weights are read by the code around them are excluded, too.
+    and vision towers. Layers whose weights are read by the code around them are excluded, too, and routers that are
+    linear layers but return the chosen experts.
     """
     head = model.get_output_embeddings()
     return {
         name: (module, *_shape(module))
         for name, parent, own, module in _linears(model)
-        if module is not head and ".experts." not in name and not uses_weight_directly(type(parent).__module__, own)
+        if module is not head
+        and ".experts." not in name
+        and not hasattr(module, "num_experts")
+        and not uses_weight_directly(type(parent).__module__, own)
     }
 
 
