@@ -52,6 +52,7 @@ from worker.protocol.events import Exit
 
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
 NEW = 8
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
 
 
 PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))  # some share a prefix; more than run at once
@@ -134,11 +135,13 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
-async def test_adapters_give_the_text_of_one_rank(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen2", ATTENTION | MLP), ("qwen2_moe", ATTENTION | MLP), ("olmoe", ATTENTION), ("phimoe", ATTENTION)],
+)
+async def test_adapters_give_the_text_of_one_rank(family: str, layers: set[str], tmp_path: Path) -> None:
     """Two slots for three adapters, in batches with each other and with the base model. A fourth comes at run time."""
     folder = tiny.make(family, tmp_path / "model")
-    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     paths = {
         name: lora.make(folder, tmp_path / name, seed=seed, target_modules=layers) for seed, name in enumerate("abcd")
     }
@@ -295,8 +298,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("qwen2_moe", {}, {"shared_expert_intermediate_size": 63}, "its shared expert is 63 wide, which 2 does not"),
         ("qwen3_moe", {}, {"moe_intermediate_size": 33}, "its experts are 33 wide, which 2 does not divide"),
         ("phi3", {}, {}, r"this version divides cohere, .* only \(its plan has colwise_gather_output\)"),
-        ("olmoe", {}, {}, r"this version divides .* only \(its plan has colwise_gather_output\); remove"),
-        ("phimoe", {}, {}, r"this version divides .* only \(its plan has moe_tp_experts\)"),
+        ("olmoe", {}, {"intermediate_size": 33}, "its MLP is 33 wide, which 2 does not divide"),
         ("deepseek_v2", {}, {}, r"this version divides .* only \(its plan has mla_kv_a_proj\)"),
         ("gpt_oss", {}, {}, "transformers has no plan for this family; remove tensor-parallel; pipeline-parallel puts"),
         ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
@@ -371,6 +373,8 @@ def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path:
         ("mixtral", ("cpu",), 0, 0),
         ("mixtral", ("cuda:0", "cuda:1"), 0, 0),
         ("qwen2_moe", ("cuda:0", "cuda:1"), 3, 2),
+        ("olmoe", ("cuda:0", "cuda:1"), 3, 2),
+        ("phimoe", ("cpu",), 0, 2),
     ],
 )
 def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(

@@ -23,13 +23,21 @@ from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
 EXPERTS = "moe_tp_experts"
-# Transformers' plan does not have the shared expert of Qwen2 MoE, which is an MLP like any other and as wide as several
-# experts.
-_SHARED_EXPERT = {
+_ATTENTION = {
+    **{f"layers.*.self_attn.{name}_proj": BY_OUTPUTS for name in "qkv"},
+    "layers.*.self_attn.o_proj": BY_INPUTS,
+}
+# Matrices that some of transformers' plans do not have: the attention of PhiMoE, and the shared expert of Qwen2 MoE,
+# which is an MLP like any other and as wide as several experts.
+_ADDED = _ATTENTION | {
     "layers.*.mlp.shared_expert.gate_proj": BY_OUTPUTS,
     "layers.*.mlp.shared_expert.up_proj": BY_OUTPUTS,
     "layers.*.mlp.shared_expert.down_proj": BY_INPUTS,
 }
+# The attention of OLMo 2, OLMo 3 and OLMoE, which normalises all heads together. Transformers' plan gathers queries,
+# keys and values, so that each rank attends with all heads and caches all keys. Here only the norms see all heads.
+_OVER_HEADS = "norm_over_heads"
+_NORMALIZED = _ATTENTION | {f"layers.*.self_attn.{name}_norm": _OVER_HEADS for name in "qk"}
 # Plan entry for small weights that are the same for each head. The gradients in its name do not matter for inference.
 _WHOLE = "replicated_with_grad_allreduce"
 
@@ -130,6 +138,9 @@ def divide(model: Any, share: RankShare) -> None:
         elif style == EXPERTS:
             _keep_experts(module, part)
             module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
+        elif style == _OVER_HEADS:
+            module.register_forward_pre_hook(lambda module, args: (group.all_gather(args[0]),))
+            module.register_forward_hook(lambda module, args, output: part.of(output, -1))
     if head is not None:
         _keep(head, part, 0)
         head.register_forward_hook(lambda module, args, output: group.all_gather(output))
@@ -163,7 +174,9 @@ def _module_styles(model: Any) -> dict[str, str]:
 def _styles(model: Any) -> dict[str, str]:
     """Plan entry by module name, with a star in place of the layer number."""
     prefix = f"{model.base_model_prefix}."
-    plan = _SHARED_EXPERT | (model.config.base_model_tp_plan or {})
+    plan = _ADDED | (model.config.base_model_tp_plan or {})
+    if plan["layers.*.self_attn.q_proj"] == HEAD:
+        plan |= _NORMALIZED
     styles = {f"{prefix}{name}": style for name, style in plan.items()}
     return styles | dict(type(model)._tp_plan or {})
 
