@@ -226,11 +226,11 @@ class LogQueue(logging.handlers.QueueHandler):
 
     def __init__(self, descriptor: int, *, size: int = QUEUE_SIZE):
         self._waiting: queue.SimpleQueue[logging.LogRecord | str | None] = queue.SimpleQueue()
-        super().__init__(self._waiting)
         self._size = size
         self._dropped = 0
         self._writing = _Writer(self._waiting, descriptor)
-        self._writing.start()
+        self._writing.start()  # before `logging` knows this handler, which it closes at the exit: a start may fail
+        super().__init__(self._waiting)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Render the line now, since its arguments may change. A thread that renders would take the interpreter from

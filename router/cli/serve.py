@@ -56,6 +56,7 @@ GARBAGE = 10_000
 READERS, MOST_READERS = "disk", 32  # threads that read files: prefix of their names, and their number
 LAST_READ = 2.0  # seconds that they get after everything else has ended
 LAST_MOMENT = 2.0  # seconds to send the last answers after all workers have exited
+NO_THREAD = "can't start new thread"  # CPython's message, the only mark of this RuntimeError
 # Tasks, by name, without which the router must not go on: without readings every plan is a guess.
 ESSENTIAL = frozenset({"devices"})
 GIB = 1 << 30
@@ -64,9 +65,9 @@ GIB = 1 << 30
 def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]) -> int:
     """Serve until stopped. Return the exit code. `load` reads presets and folders, `keys` reads API keys and key
     files. Raises OSError."""
-    log_lines.set_up(settings.log_level, settings.log_format)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
+        log_lines.set_up(settings.log_level, settings.log_format)
         if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
             raise RouterError("aiohttp runs without its C parser here; install a wheel of it for this platform")
         _freeze_collector()
@@ -74,6 +75,12 @@ def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Call
     except RouterError as error:
         print(f"router: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        remedy = "raise it (ulimit -u, TasksMax= of a systemd unit, --pids-limit of a container)"
+        print(f"router: no thread can be started: the limit of processes is reached; {remedy}", file=sys.stderr)
+        return 1
 
 
 def _freeze_collector() -> None:

@@ -213,11 +213,13 @@ async def shared_router(folder: Path, *options: str, environ: Mapping[str, str] 
         yield up
 
 
-async def refused(*options: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """(exit code, stderr) of a router that must not start."""
+async def refused(
+    *options: str, environ: Mapping[str, str] | None = None, under: Sequence[str] = ()
+) -> tuple[int, str]:
+    """(exit code, stderr) of a router that must not start. `under`: a command that executes it."""
     with tempfile.TemporaryDirectory(prefix="router-test-") as own:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "router",
+            *under, sys.executable, "-P", "-m", "router",
             "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run", *options,
             stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
         )  # fmt: skip

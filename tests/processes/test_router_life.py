@@ -205,6 +205,16 @@ async def test_a_router_whose_standard_streams_are_closed_serves_and_ends(tmp_pa
         assert await up.end() == 0
 
 
+async def test_a_router_that_may_start_no_thread_ends_with_one_line(tmp_path: Path) -> None:
+    """The limit of address space is below one stack, so each start of a thread fails. `ulimit -u` would not do: it does
+    not hold for root."""
+    under = ("sh", "-c", 'ulimit -s 100000000; ulimit -v 50000000; exec "$@"', "sh")
+    code, said = await refused("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN, under=under)
+    assert code == 1
+    assert said.startswith("router: no thread can be started: the limit of processes is reached; raise it (ulimit -u")
+    assert said.count("\n") == 1
+
+
 # Readiness
 
 
