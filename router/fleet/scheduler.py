@@ -311,6 +311,8 @@ class FleetScheduler:
         self._append_event("evict", worker, for_worker, **facts)
         limit = self._fleet.settings.evict_timeout
         name = for_worker.preset.id if for_worker is not None else ""
+        if for_worker is not None:
+            for_worker.queue.inherit(worker.preset.priority)
         self._fleet.retire(worker, eviction.reason, drain=None if limit < 0 else limit, made_room_for=name)
 
     def _append_event(self, decision: str, worker: Worker, for_worker: Worker | None, **facts: Any) -> None:
@@ -367,7 +369,7 @@ def demand_of(worker: Worker) -> Demand:
         steps=0 if worker.model.ran_out_of_memory else costs.estimate.kv_steps,
         shard_limits=costs.device_limits,
         since=worker.wanted_since if worker.best_effort else worker.since,
-        priority=worker.preset.priority,
+        priority=worker.queue.raised(worker.preset.priority),
         best_effort=worker.best_effort,
         is_exact=costs.is_exact,
         exclusive=ENGINES[worker.preset.engine].exclusive,

@@ -87,6 +87,17 @@ class QueuePosition:
     waits_until: float | None = None  # latest time at which its victims may leave; None: now, or unknown
     ahead: int = 0  # the number of workers before it
     reported: str = ""  # the cause in its last `plan` event
+    # The highest priority of the workers that were evicted for it. With a lower one of its own it would stand behind
+    # their models, which take the freed memory back at once.
+    victims_priority: int | None = None
+
+    def inherit(self, priority: int) -> None:
+        """Note that a worker of this priority was evicted for it."""
+        self.victims_priority = self.raised(priority)
+
+    def raised(self, priority: int) -> int:
+        """Return `priority`, or that of its victims if it is higher."""
+        return priority if self.victims_priority is None else max(priority, self.victims_priority)
 
 
 @dataclass(slots=True)

@@ -142,6 +142,24 @@ async def test_a_leased_worker_is_not_stopped() -> None:
 
 
 @virtual
+async def test_a_busy_model_of_high_priority_does_not_starve_another() -> None:
+    """It is evicted after the swap patience. Its next request must not take back the memory that was freed."""
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"priority": 10}})
+
+    async def client() -> None:
+        while True:
+            await world.ask("a")
+
+    clients = [asyncio.create_task(client()) for _ in range(4)]
+    await asyncio.sleep(15)  # past the minimum residency
+    assert await world.ask("b") == pytest.approx(10 + 1 + 0.5 + 2, abs=0.1), "patience, longest request, stop and load"
+    for task in clients:
+        task.cancel()
+    await gather(*clients)
+    assert world.journal == ["start a", "stop a", "start b"]
+
+
+@virtual
 async def test_a_ready_model_waits_for_nobody() -> None:
     world = Schedule({"a": GIB, "slow": GIB}, models={"slow": FakeModel(shards=(GIB,), load_seconds=500.0)})
     await world.ask("a")
