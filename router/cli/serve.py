@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
+from router.config.written_file import until_written
 from router.errors import ApiError, ConfigError, PresetInvalid, RouterError
 from router.events import EventLog
 from router.fleet.fleet import Fleet
@@ -322,7 +324,7 @@ async def _background_tasks(registry: Registry, metrics: Metrics, stop: _Stop) -
     answered."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[Any]] = {
-        loop.create_task(reload_when_set(stop.reload, registry.reload), name="reload"),
+        loop.create_task(reload_when_set(stop.reload, partial(_reload, registry)), name="reload"),
         loop.create_task(metrics.watch_the_loop(), name="lag"),
     }
     if registry.settings.prepare:
@@ -358,6 +360,13 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
 
     async with watching(named, stop.reload.set):
         yield
+
+
+async def _reload(registry: Registry) -> Mapping[str, Any]:
+    """Reload once the preset file is written. Raises like `Registry.reload`."""
+    if registry.settings.models_preset:
+        await until_written(Path(registry.settings.models_preset))
+    return await registry.reload()
 
 
 async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:

@@ -197,6 +197,24 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
         assert not any("Traceback" in line for line in up.log)
 
 
+async def test_a_file_that_is_emptied_before_it_is_written_unloads_no_model(tmp_path: Path) -> None:
+    """Some editors write a file so. The hangup comes in between."""
+    file = presets(tmp_path, {"a": {}})
+    good = file.read_text()
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        before = await up.workers()
+        file.write_text("")
+        up.process.send_signal(signal.SIGHUP)
+        await up.says(r"models\.ini is empty; the models are kept")
+        file.write_text(good + "alias = other\n")
+        await up.says("presets reloaded: changed=a")
+        assert await up.workers() == before
+        file.write_text("")
+        up.process.send_signal(signal.SIGHUP)
+        await up.says("presets reloaded: removed=a")
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
 async def test_a_router_whose_standard_streams_are_closed_serves_and_ends(tmp_path: Path, closed: str) -> None:
     under = ("sh", "-c", f'exec "$@" {closed}', "sh")
