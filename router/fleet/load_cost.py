@@ -241,7 +241,7 @@ def settle_reservation(worker: Worker) -> None:
 
 def _least_forked(worker: Worker) -> int | None:
     """Return the bytes to reserve at least for a ready, forked worker in main memory; None for any other, and for one
-    whose steps may be larger than those of the warmup.
+    whose steps may be larger than those of the warmup, if it does not announce them.
 
     They are what it has taken and reports as still to come. A worker that neither has computed nor announces its
     largest steps is charged the estimated steps beside what it took when it was ready. The limit is the estimate
@@ -250,7 +250,9 @@ def _least_forked(worker: Worker) -> int | None:
     process, costs, facts = worker.process, worker.costs, worker.facts
     if process is None or costs is None or facts is None or costs.estimate.source == "preset":
         return None
-    if not (process.forked and worker.on_host) or exceeds_warmup(worker.preset, facts):
+    if not (process.forked and worker.on_host):
+        return None
+    if exceeds_warmup(worker.preset, facts) and not process.ready.steps:
         return None
     ready, estimate = process.ready, costs.estimate
     most = sum(estimate.shards) - ready.unannounced  # the estimate may include learned steps
@@ -279,11 +281,14 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     if all(shards):
         if ready.steps:  # the figure is an upper bound, and earlier loads were measured exactly
             shards = tuple(map(min, shards, costs.estimate.shards))
-        if ready.has_warmed_up and exceeds_warmup(worker.preset, facts):
+        # What slots of adapters and images will take is part of the estimate only.
+        if is_estimated := exceeds_warmup(worker.preset, facts):
             known = (size - costs.estimate.reserved for size in costs.estimate.shards)
             shards = tuple(map(max, shards, known))
         beside = host if main not in worker.place and costs.estimate.host else 0
-        fleet.learned_estimates.record(costs.key, costs.estimate, shards, beside, steps=ready.has_warmed_up)
+        fleet.learned_estimates.record(
+            costs.key, costs.estimate, shards, beside, steps=ready.has_warmed_up or is_estimated
+        )
 
 
 async def forget_learned(preset: Preset, fleet: Fleet) -> int:

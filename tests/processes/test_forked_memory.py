@@ -25,7 +25,7 @@ import pytest
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate
-from tests import tiny
+from tests import lora, tiny
 from tests.processes.routers import DEADLINE, Router, router
 from tests.rankers import ranker
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES, MIB
@@ -198,6 +198,62 @@ async def test_embedders_and_models_whose_steps_are_estimated_are_charged_what_t
             await is_charged_what_it_takes(up, name)  # its KV cache is mapped in the background
             async with never_exceeding(up, fork_server):
                 await ask_others(up, name)
+                await is_charged_what_it_takes(up, name)
+            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
+            await up.has_no_workers()
+
+
+def write_presets_of_additions(folder: Path) -> Path:
+    """A model with prompt lookup, one with a draft model, and one with adapters."""
+    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
+    large = tiny.make("llama", folder / "large", **sizes)
+    tiny.make("llama", folder / "draft", seed=1, **sizes)
+    for seed in range(3):
+        lora.make(large, folder / "adapters" / f"adapter{seed}", seed=seed, r=4 << seed)
+    own = {
+        "lookup": "spec-type = ngram-mod",
+        "drafting": f"model-draft = {folder}/draft",
+        "adapters": "enable-lora = on\nmax-loras = 2",
+    }
+    lines = ["[*]", "parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
+    for name, key in own.items():
+        lines += [f"[{name}]", f"model = {large}", key]
+    ini = folder / "models.ini"
+    ini.write_text("\n".join(lines) + "\n")
+    return ini
+
+
+async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
+    """Send requests alone and together, whose text repeats itself so that something is drafted, with each adapter."""
+    models = [name]
+    if name == "adapters":
+        sources = [{"src": str(each), "name": each.name} for each in sorted((folder / "adapters").iterdir())]
+        for source in sources:
+            answer = await up.client.post(f"/models/{name}/adapters", params=source)
+            assert answer.status_code == 200, answer.text
+        models += [f"{name}@{source['name']}" for source in sources]
+    for length in (1, 3, 40, LONG - 64):
+        fields = {"prompt": [5 + at % 7 for at in range(length)], "max_tokens": 48, "ignore_eos": True}
+        for model in models:
+            assert await ask(up, model, **fields, temperature=0) == 200
+        asked = (ask(up, model, **fields, top_p=0.9, logprobs=1, seed=seed) for model in models for seed in range(2))
+        assert set(await asyncio.gather(*asked)) == {200}
+    for model in models[1:]:
+        answer = await up.client.delete(f"/models/{name}/adapters/{model.partition('@')[2]}")
+        assert answer.status_code == 200, answer.text
+
+
+async def test_models_with_drafts_or_adapters_are_charged_what_they_take(tmp_path: Path) -> None:
+    ini = write_presets_of_additions(tmp_path)
+    folders = ("--registration-dirs", str(tmp_path))
+    async with router("--models-preset", str(ini), *folders, "--fork-server") as up:
+        fork_server = await fork_server_of(up)
+        for name in ("lookup", "drafting", "adapters") * 2:  # the second time what it takes is learned
+            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+            await up.becomes(name, "loaded")
+            await is_charged_what_it_takes(up, name)
+            async with never_exceeding(up, fork_server):
+                await ask_with_additions(up, name, tmp_path)
                 await is_charged_what_it_takes(up, name)
             assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
             await up.has_no_workers()

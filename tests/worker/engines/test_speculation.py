@@ -61,7 +61,8 @@ class Oracle:
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
 
-    catch_up = 0.0
+    catch_up, is_settled = 0.0, True
+    on_larger_step: Callable[[], None] | None = None
 
     def reorder(self, seconds: float) -> None: ...
 
@@ -514,6 +515,23 @@ def read_lengths(drafter: Drafter) -> list[int]:
 
     model._runner.forward = journaled  # type: ignore[assignment, method-assign]
     return read
+
+
+async def test_the_draft_model_announces_each_step_that_is_larger_than_all_before(llama: Path) -> None:
+    async with serving(drafted_by(llama, llama)) as engine:
+        model, read = drafter_of(engine)._model, read_lengths(drafter_of(engine))
+        announced: list[int] = []  # the number of steps before each announcement
+        assert model is not None
+        model.on_larger_step = lambda: announced.append(len(read))
+        for _ in range(2):
+            await complete_one(engine, prompts()[0], max_tokens=NEW)
+        assert announced[0] == 0, "before the first step"
+        before, count = len(announced), len(read)
+        await complete_one(engine, prompts()[0], max_tokens=NEW)
+        assert len(announced) == before
+        assert len(read) > count
+        await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
+        assert len(announced) > before
 
 
 async def test_the_draft_model_reads_a_cached_prefix_only_once(llama: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,13 @@ class TransformersEngine:
         with memory.inheritance.last_count():
             self._growth.announce_steps(max(self.steps_to_come, memory.TAKEN_BY_REQUESTS))
 
+    def _announced_beside_steps(self) -> AbstractContextManager[None]:
+        """The block, on another thread than the steps, takes main memory that their estimate contains."""
+        if not self._with_steps:
+            return contextlib.nullcontext()
+        with memory.inheritance.last_count():
+            return self._growth.announced(max(self.steps_to_come, memory.TAKEN_BY_REQUESTS))
+
     def _announce(self) -> None:
         # As in a pulse, `later` is read before `measured`. A leader would wait for its ranks, whose memory no grammar
         # takes.
@@ -325,7 +333,8 @@ class TransformersEngine:
 
         def update() -> Mapping[str, str]:
             try:
-                return adapters.update(sources, default)
+                with self._announced_beside_steps():
+                    return adapters.update(sources, default)
             finally:
                 memory.end_helpers()
 

@@ -118,10 +118,12 @@ def load(
         reorders = not options.enforce_eager and loaded.split is None and share is None
         linears = CpuLinears(loaded.model, release_pages=loaded.release_pages) if reorders else None
         stage_done("build")
+        announces_steps = options.announce_steps and loaded.device.type == "cpu" and memory.inheritance.is_forked
         is_fast = loaded.device.type == "cpu" and _warms_up_fast(loaded, options, config, ctx_size)
+        if announces_steps and (options.max_loras or options.speculates):
+            is_fast = False  # requests may bring larger steps than the warmup would compute
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
-        is_forked = loaded.device.type == "cpu" and memory.inheritance.is_forked
-        announces_steps = options.announce_steps and is_forked and (is_fast or _have_steady_steps(loaded))
+        announces_steps = announces_steps and (is_fast or _have_steady_steps(loaded))
         later = larger = 0
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
             larger = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size

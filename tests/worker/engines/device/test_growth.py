@@ -8,8 +8,9 @@ import torch
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.loop.generation_loop import LargestStep
-from worker.engines.transformers.loop.largest_step import LargestSizes
+from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.schedule.kv_cache import BlockTable
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
@@ -135,3 +136,15 @@ def test_a_step_is_larger_by_logits_of_a_prompt() -> None:
     assert largest.is_exceeded((Segment(plain, 0, 0, 8),))
     assert not largest.is_exceeded((Segment(plain, 0, 0, 8),))
     assert largest.is_exceeded((Segment(scored, 0, 0, 8),))
+
+
+def test_a_step_is_larger_by_its_adapters_and_their_tokens() -> None:
+    largest, (first, second) = LargestStep(), batch((8, 1), (8, 1))
+    one, other = (AppliedAdapter(LoraAdapter(number, "", "")) for number in range(2))
+
+    def step(*adapters: AppliedAdapter | None) -> Batch:
+        pairs = zip((first, second), adapters, strict=True)
+        return tuple(replace(part, sequence=replace(part.sequence, adapter=adapter)) for part, adapter in pairs)
+
+    steps = [step(None, None), step(one, None), step(None, other), step(one, one), step(one, other)]
+    assert [largest.is_exceeded(each) for each in steps] == [True, True, False, True, False]

@@ -27,6 +27,7 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
 from worker.engines.transformers.load.lora import LoraAdapters, linear_layers
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, encode_adapters
@@ -301,3 +302,11 @@ def test_the_bytes_of_slots_follow_from_their_shapes(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
     adapters = LoraAdapters(reference(llama), slots=3, lora_rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
+
+
+def test_a_step_with_an_adapter_that_is_in_no_slot_loads_it(llama: Path) -> None:
+    adapters = LoraAdapters(reference(llama), slots=2, lora_rank=4, copies=0, device=torch.device("cpu"))
+    loaded, other = adapters.pretend(), AppliedAdapter(LoraAdapter(1, "", ""))
+    adapters.slots.acquire(other.adapter)
+    assert not adapters.has_loads([None, loaded])
+    assert adapters.has_loads([loaded, other])

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -112,7 +112,8 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
     class Mixed:
         """Drafts of which some tokens are right."""
 
-        catch_up = 0.0
+        catch_up, is_settled = 0.0, True
+        on_larger_step: Callable[[], None] | None = None
 
         def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
             texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]

@@ -11,7 +11,7 @@ the other ranks, and the weights while all ranks load them.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
@@ -315,6 +315,11 @@ class LoraAdapters:
         """Prepare the next forward pass, which has these rows in this order. Raises UnusableAdapter if an adapter's
         files have changed."""
         self.apply(self.plan(parts))
+
+    def has_loads(self, uses: Iterable[AppliedAdapter | None]) -> bool:
+        """True if one of these adapters, which have slots, is not loaded yet."""
+        applied = (use.adapter for use in uses if use is not None)
+        return any(self._by_slot[self.slots.slot(adapter)] is not adapter for adapter in applied)
 
     def plan(self, parts: Sequence[LoraRows]) -> LoraStep:
         """The work of each rank for the forward pass of `begin`. Opens the files of adapters to load, so that `apply`

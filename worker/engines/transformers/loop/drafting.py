@@ -22,6 +22,11 @@ class BatchDrafter(Protocol):
     """Drafts for several sequences at once: a draft model."""
 
     catch_up: float  # seconds that the last call of `draft` took for more than the newest tokens, as those of prompts
+    on_larger_step: Callable[[], None] | None  # called before a step of its own that is larger than all before
+
+    @property
+    def is_settled(self) -> bool:
+        """True if `reorder` has nothing left to do."""
 
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
@@ -42,6 +47,16 @@ class Drafter:
         self.drafted = self.accepted = 0  # tokens since the start
         self.drafts = 0  # since the start
         self.accepted_at: list[int] = []  # accepted tokens by position in their draft
+
+    def announce_to(self, on_larger_step: Callable[[], None]) -> None:
+        """Call `on_larger_step` before a step of the draft model that is larger than all before."""
+        if self._model is not None:
+            self._model.on_larger_step = on_larger_step
+
+    @property
+    def is_settled(self) -> bool:
+        """True if `reorder` has nothing left to do."""
+        return self._model is None or self._model.is_settled
 
     def drafts_next(self, batch: Batch) -> bool:
         """True if the step after `batch` needs the tokens of `batch` on the host: it will have drafts, or the number

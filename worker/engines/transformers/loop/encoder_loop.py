@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from worker.engines.transformers.device import cuda_errors
-from worker.engines.transformers.loop.largest_step import LargestSizes
 from worker.engines.transformers.loop.requests import AdmissionLimit
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
+from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import EncoderQueue
 from worker.errors import RequestError, SequenceFailed

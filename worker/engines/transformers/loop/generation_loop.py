@@ -26,11 +26,11 @@ from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop.active_choices import ActiveChoices
 from worker.engines.transformers.loop.drafting import Drafter
-from worker.engines.transformers.loop.largest_step import LargestSizes
 from worker.engines.transformers.loop.requests import AdmissionLimit, DeltaWriter, RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_launcher import StepLauncher
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
+from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.sampler import Sampled, copies_of_scores
@@ -82,13 +82,17 @@ class LargestStep:
 
     def is_exceeded(self, batch: Batch, draws: Iterable[SamplingParams] = ()) -> bool:
         """Record a step. True if it is larger than all before: by its tokens, its rows, its logits, what its `draws`
-        take, or twice the context, of which a step takes little and which grows with each token. Keys and values in
-        several runs of blocks are copied to be read, so that context counts once more."""
+        take, its adapters and their tokens, or twice the context, of which a step takes little and which grows with
+        each token. Keys and values in several runs of blocks are copied to be read, so that context counts once more.
+        """
         tokens, rows = sum(segment.length for segment in batch), len(batch)
         logits = sum(segment.logits for segment in batch)
         context = sum(segment.end for segment in batch).bit_length()
         runs = sum(segment.end for segment in batch if segment.table is not None and len(segment.table.runs) > 1)
-        sizes = tokens, rows, logits, context, runs.bit_length(), sum(map(copies_of_scores, draws))
+        adapted = sum(segment.length for segment in batch if segment.sequence.adapter is not None)
+        adapters = len({segment.sequence.adapter for segment in batch})  # with the base model as one of them
+        copies = sum(map(copies_of_scores, draws))
+        sizes = tokens, rows, logits, context, runs.bit_length(), copies, adapted, adapters
         if self._linears is None:
             return self._sizes.are_exceeded(*sizes)
         if not self._linears.are_settled:  # weights are reordered and kernels are compiled after each step
@@ -125,6 +129,8 @@ class GenerationLoop:
         has_kernels = backend.linears is not None and backend.linears.has_layers
         self._largest = LargestStep(backend.linears if has_kernels else None)
         self._on_larger_step = on_larger_step
+        if on_larger_step is not None and backend.drafter is not None:
+            backend.drafter.announce_to(on_larger_step)
         self._finished_at = 0.0  # monotonic seconds when the last step finished
 
     # Requests
@@ -223,11 +229,11 @@ class GenerationLoop:
         return self._active.next(self._backend.prefill_budget, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:
-        if self._on_larger_step is not None and self._is_larger(batch):
-            self._on_larger_step()
         begin = time.monotonic()
         if self._backend.drafter is not None:
             batch = self._backend.drafter.draft(batch, self._active.of)
+        if self._on_larger_step is not None and self._is_larger(batch):
+            self._on_larger_step()
         for segment in batch:
             choice = self._active.of(segment.sequence)
             if not choice.started_at:
@@ -237,8 +243,16 @@ class GenerationLoop:
 
     def _is_larger(self, batch: Batch) -> bool:
         """Record a step. True if it may take more main memory than all before."""
-        draws = [choice.sequence.sampling for part in self._active.parts(batch) for choice in part.choosers]
-        return self._largest.is_exceeded(batch, draws)
+        draws = [
+            choice.sequence.sampling
+            for part in self._active.parts(batch)
+            for choice in part.choosers
+            for _ in range(1 + len(part.segment.drafted))
+        ]
+        drafter, adapters = self._backend.drafter, self._backend.adapters
+        is_settled = drafter is None or drafter.is_settled  # as `LargestStep` for the layers of the target
+        loads = adapters is not None and adapters.has_loads(segment.sequence.adapter for segment in batch)
+        return self._largest.is_exceeded(batch, draws) or loads or not is_settled
 
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""

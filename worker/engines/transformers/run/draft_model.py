@@ -8,7 +8,7 @@ the prefix-cache keys state what a block contains. A mistake in this costs accep
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import PackedBatch
 from worker.engines.transformers.device.memory import upload
+from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for, next_key
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -123,6 +124,8 @@ class DraftModel:
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
         self.catch_up = 0.0  # as in `BatchDrafter`
+        self.on_larger_step: Callable[[], None] | None = None  # as in `BatchDrafter`
+        self._largest = LargestSizes()
         self._states: dict[int, _DraftState] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
         self._keys: dict[int, bytes] = {}
@@ -130,6 +133,11 @@ class DraftModel:
     @property
     def pool(self) -> KvPool:
         return self._runner.pool
+
+    @property
+    def is_settled(self) -> bool:
+        """See `BatchDrafter`."""
+        return self._linears is None or self._linears.are_settled
 
     def reorder(self, seconds: float) -> None:
         """Spend up to `seconds` on weight layouts that make later steps faster."""
@@ -156,6 +164,8 @@ class DraftModel:
         found: dict[int, list[int]] = {}
         self.catch_up = 0.0
         if parts:
+            if self.on_larger_step is not None and self._is_larger(parts, len(ready)):
+                self.on_larger_step()
             begin = time.monotonic()
             newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
             # More than a step can have accepted. On an accelerator this is the time of the launch only.
@@ -164,6 +174,15 @@ class DraftModel:
             if ready:
                 found = self._continue(list(ready.values()), newest)
         return [found.get(segment.sequence.id, []) for segment in segments]
+
+    def _is_larger(self, parts: Sequence[_Part], drafting: int) -> bool:
+        """Record the steps of a draft for `drafting` sequences. True if one may take more main memory than all before;
+        sizes as in `LargestStep`."""
+        tokens, context = sum(part.length for part in parts), sum(part.end for part in parts)
+        runs = sum(part.end for part in parts if len(part.table.runs) > 1)
+        sizes = tokens, len(parts), drafting, context.bit_length(), runs.bit_length()
+        rows = {tokens, *range(1, drafting + 1)} if self._linears is not None and self._linears.has_layers else ()
+        return self._largest.are_exceeded(*sizes, rows=rows)
 
     def _reaches(self, segment: Segment) -> bool:
         """True if the draft model has positions for the draft of `segment`."""
