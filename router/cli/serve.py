@@ -26,11 +26,11 @@ from router import __version__
 from router import log as log_lines
 from router.config import xdg
 from router.config.api_keys import ApiKey
+from router.config.file_watcher import until_written, watching
 from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
-from router.config.written_file import until_written
 from router.errors import ApiError, ConfigError, PresetInvalid, RouterError
 from router.events import EventLog
 from router.fleet.fleet import Fleet
@@ -355,9 +355,6 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
             log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
         yield
         return
-    # Imported late: only this option needs it, and the import takes 40 ms.
-    from router.config.file_watcher import watching
-
     async with watching(named, stop.reload.set):
         yield
 

@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence, Set
 from itertools import islice
 from pathlib import Path
 
-from watchfiles import awatch
-
 log = logging.getLogger("router.config.file_watcher")
 
 QUIET = 0.5  # seconds without a further change before a change is reported
+EMPTY = 5.0  # seconds that a preset file is waited for after it was emptied; a guess
 INTERVAL = 5.0  # seconds between comparisons without an event; a guess
 DEPTH = 2  # levels below a folder of models that may contain models: `model` and `organisation/model`
 MAX_FOLDERS = 1000  # watched folders below one folder of models
@@ -35,6 +35,34 @@ async def watching(
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+async def until_written(
+    path: Path, *, look: Callable[[Path], tuple[int, float] | None] | None = None, quiet: float = QUIET
+) -> None:
+    """Return when the last change of a file is `quiet` seconds old, or `EMPTY` seconds while the file is empty.
+
+    Some editors and `cp` empty a file before they write it. Returns at once if there is no file, or if its time is in
+    the future. `look` reads the size in bytes and the age in seconds, None if there is no file; for tests.
+    """
+    look = look or _size_and_age
+    warned = False
+    while (found := await asyncio.to_thread(look, path)) is not None:
+        size, age = found
+        if not 0 <= age < (quiet if size else EMPTY):
+            return
+        if not size and not warned:
+            warned = True
+            log.warning("%s is empty; the models are kept if it is written within %g s", path, EMPTY)
+        await asyncio.sleep(quiet)
+
+
+def _size_and_age(path: Path) -> tuple[int, float] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_size, time.time() - facts.st_mtime  # noqa: TID251 - times of files are of this clock
 
 
 async def _watch(
@@ -55,6 +83,8 @@ async def _watch(
 
 async def _triggers(folders: Set[Path], interval: float) -> AsyncGenerator[None]:
     """Yield soon after an event in one of the folders, and at least at each interval."""
+    from watchfiles import awatch  # Imported late: only --models-watch needs it, and the import takes 40 ms.
+
     try:
         # Not recursive: a recursive watch of the folder of models.ini could be one of a whole home directory.
         async with contextlib.aclosing(

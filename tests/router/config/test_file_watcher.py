@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,38 @@ async def test_a_folder_that_appears_later_is_reported_and_no_descriptor_stays_o
         # A thread of the library closes them, some time later and without an event.
         while len(os.listdir("/proc/self/fd")) > descriptors:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def looks(states: Sequence[tuple[int, float] | None]) -> int:
+    """How often a file with these successive sizes and ages is read until it counts as written."""
+    left = list(states)
+    await file_watcher.until_written(Path("models.ini"), look=lambda path: left.pop(0), quiet=0.01)
+    return len(states) - len(left)
+
+
+async def test_a_file_counts_as_written_when_its_last_change_is_old(caplog: pytest.LogCaptureFixture) -> None:
+    assert await looks([(20, 3600), (0, 0)]) == 1, "no wait for a file that was edited before the signal"
+    assert await looks([(9, 0), (20, 0.001), (20, 0.01), (0, 0)]) == 3
+    assert await looks([None, (20, 0)]) == 1, "the reload reports a file that is missing"
+    assert await looks([(20, -60), (0, 0)]) == 1, "another clock set the time of the file"
+    assert not caplog.records
+
+
+async def test_an_emptied_file_is_waited_for_and_counts_only_if_it_stays_empty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert await looks([(0, 0), (0, 1), (9, 0), (20, 1), (0, 0)]) == 4
+    assert [record.message.split(";")[0] for record in caplog.records] == ["models.ini is empty"]
+    assert await looks([(0, 0), (0, 4), (0, 5), (20, 0)]) == 3
+
+
+async def test_the_age_of_a_file_is_read_with_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "models.ini"
+    path.touch()
+    os.utime(path, (0, 0))
+    async with asyncio.timeout(DEADLINE):
+        await file_watcher.until_written(path)
+        path.write_text("[a]\n")
+        await file_watcher.until_written(path, quiet=0.01)
+        path.unlink()
+        await file_watcher.until_written(path)
