@@ -140,11 +140,11 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
 
 
 def _announces_steps(worker: Worker) -> bool:
-    """Return whether the worker announces large steps: if it is forked in main memory and takes no images."""
-    costs, facts = worker.costs, worker.facts
-    if costs is None or facts is None or costs.estimate.reserved:  # memory of the preset is not for steps
+    """Return whether the worker announces large steps: if it is forked in main memory."""
+    costs = worker.costs
+    if costs is None or costs.estimate.reserved:  # memory of the preset is not for steps
         return False
-    return costs.forked and worker.on_host and not takes_images(facts, worker.preset)
+    return costs.forked and worker.on_host
 
 
 def exceeds_warmup(preset: Preset, facts: Checkpoint) -> bool:

@@ -20,12 +20,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate
-from tests import lora, tiny
+from tests import lora, tiny, tiny_vision
 from tests.processes.routers import DEADLINE, Router, router
 from tests.rankers import ranker
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES, MIB
@@ -255,6 +256,43 @@ async def test_models_with_drafts_or_adapters_are_charged_what_they_take(tmp_pat
             async with never_exceeding(up, fork_server):
                 await ask_with_additions(up, name, tmp_path)
                 await is_charged_what_it_takes(up, name)
+            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
+            await up.has_no_workers()
+
+
+def write_presets_of_vision(folder: Path) -> Path:
+    lines = ["[*]", "parallel = 2", "threads = 1", f"ctx-size = {CTX}", "limit-images = 2"]
+    for family in ("llava", "idefics3"):
+        lines += [f"[{family}]", f"model = {tiny_vision.make(family, folder / family)}"]
+    ini = folder / "models.ini"
+    ini.write_text("\n".join(lines) + "\n")
+    return ini
+
+
+async def show(up: Router, name: str, *sizes: tuple[int, int]) -> int:
+    """Send one request with images of these sizes."""
+    urls = (tiny_vision.data_url(PIL.Image.new("RGB", size, "teal")) for size in sizes)
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    body = {"model": name, "messages": [{"role": "user", "content": parts}], "max_tokens": 8}
+    return (await up.client.post("/v1/chat/completions", json=body)).status_code
+
+
+async def test_models_with_images_are_charged_what_they_take(tmp_path: Path) -> None:
+    async with router("--models-preset", str(write_presets_of_vision(tmp_path)), "--fork-server") as up:
+        fork_server = await fork_server_of(up)
+        for name in ("idefics3", "llava", "llava"):  # the second time what it takes is learned
+            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+            await up.becomes(name, "loaded")
+            await is_charged_what_it_takes(up, name)
+            async with never_exceeding(up, fork_server):
+                await fill(up, name)
+                await is_charged_what_it_takes(up, name)
+                for side in (40, 1024, 4096):
+                    assert await show(up, name, (side, side)) == 200
+                    several = (show(up, name, (side, side), (side // 2, side)) for _ in range(3))
+                    assert set(await asyncio.gather(*several)) == {200}
+                    await fill(up, name)
+                    await is_charged_what_it_takes(up, name)
             assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
             await up.has_no_workers()
 

@@ -7,7 +7,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,34 @@ def said(url: str) -> Any:
 
 
 TEXT: Any = {"type": "text", "text": WORDS}
+
+
+async def test_memory_is_announced_before_an_image_is_read_and_before_its_step(
+    engine: TransformersEngine,
+) -> None:
+    announced: list[str] = []
+    work, reader = engine._generation, engine.vision
+    assert work is not None
+    assert reader is not None
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        announced.append("reading")
+        yield
+
+    reader.announced, work._on_larger_step = reading, lambda: announced.append("step")
+    try:
+        async with serving(engine) as world:
+            for seed in (5, 6):
+                await say(world, shown(picture(seed=seed)), TEXT)
+                await say(world, TEXT)
+            announced.clear()
+            await say(world, TEXT)
+            assert announced == []
+            await say(world, shown(picture(seed=7)), TEXT)
+            assert announced[:2] == ["reading", "step"]
+    finally:
+        reader.announced, work._on_larger_step = nullcontext, None
 
 
 @pytest.mark.slow

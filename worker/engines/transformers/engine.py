@@ -114,6 +114,8 @@ class TransformersEngine:
             else:
                 self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
             self.vision = loaded.image_reader
+            if self.vision is not None:
+                self.vision.announced = self._announced_beside_steps
             self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
         else:

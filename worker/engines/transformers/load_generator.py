@@ -120,7 +120,7 @@ def load(
         stage_done("build")
         announces_steps = options.announce_steps and loaded.device.type == "cpu" and memory.inheritance.is_forked
         is_fast = loaded.device.type == "cpu" and _warms_up_fast(loaded, options, config, ctx_size)
-        if announces_steps and (options.max_loras or options.speculates):
+        if announces_steps and (tower is not None or options.max_loras or options.speculates):
             is_fast = False  # requests may bring larger steps than the warmup would compute
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
         announces_steps = announces_steps and (is_fast or _have_steady_steps(loaded))

@@ -252,7 +252,8 @@ class GenerationLoop:
         drafter, adapters = self._backend.drafter, self._backend.adapters
         is_settled = drafter is None or drafter.is_settled  # as `LargestStep` for the layers of the target
         loads = adapters is not None and adapters.has_loads(segment.sequence.adapter for segment in batch)
-        return self._largest.is_exceeded(batch, draws) or loads or not is_settled
+        has_images = any(segment.has_image_tokens for segment in batch)  # of any size
+        return self._largest.is_exceeded(batch, draws) or has_images or loads or not is_settled
 
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""

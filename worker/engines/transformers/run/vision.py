@@ -10,8 +10,9 @@ import importlib.util
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -185,6 +186,8 @@ class ImageReader:
     ):
         """`most`: images in one prompt; `max_bytes`: of prepared images of all requests together."""
         self._processor, self._dtype, self._max_images, self._max_bytes = processor, dtype, most, max_bytes
+        # A block in which main memory is taken for images, on the thread below.
+        self.announced: Callable[[], AbstractContextManager[object]] = nullcontext
         # One thread and no OpenMP helpers: these would slow the step loop's threads down (`memory.end_helpers`).
         self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
         self._lock = threading.RLock()  # a finalizer takes it, and may run on this thread while it is held
@@ -202,11 +205,15 @@ class ImageReader:
                 " most; raise limit-images in its preset",
                 param=images[self._max_images].where,
             )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, prompt, images)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_announced, prompt, images)
 
     def close(self) -> None:
         """Stop the thread and cancel waiting images."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read_announced(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
+        with self.announced():
+            return self._read(prompt, stated)
 
     def _read(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
         images.check_images(stated)
