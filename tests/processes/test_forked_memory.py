@@ -244,6 +244,32 @@ async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def write_presets_of_experts(folder: Path) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LONG}
+    snapshot = tiny.make("mixtral", folder / "experts", **sizes)
+    ini = folder / "models.ini"
+    keys = ["parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
+    ini.write_text("\n".join(["[experts]", f"model = {snapshot}", *keys]) + "\n")
+    return ini
+
+
+async def test_larger_models_with_experts_are_charged_what_they_take(tmp_path: Path) -> None:
+    async with router("--models-preset", str(write_presets_of_experts(tmp_path)), "--fork-server") as up:
+        fork_server = await fork_server_of(up)
+        for _ in range(2):
+            assert (await up.client.post("/models/load", json={"model": "experts"})).status_code == 200
+            await up.becomes("experts", "loaded")
+            await is_charged_what_it_takes(up, "experts")
+            async with never_exceeding(up, fork_server):
+                for length in (1, 40, LONG - 8, 40, LONG - 8):
+                    assert await ask(up, "experts", prompt=[5 + at * at % 300 for at in range(length)]) == 200
+                same = {"prompt": [7] * (LONG - 8), "top_p": 0.9}  # all tokens have the same experts
+                assert set(await asyncio.gather(*(ask(up, "experts", **same, seed=seed) for seed in range(4)))) == {200}
+                await is_charged_what_it_takes(up, "experts")
+            assert (await up.client.post("/models/unload", json={"model": "experts"})).status_code == 200
+            await up.has_no_workers()
+
+
 async def test_models_with_drafts_or_adapters_are_charged_what_they_take(tmp_path: Path) -> None:
     ini = write_presets_of_additions(tmp_path)
     folders = ("--registration-dirs", str(tmp_path))

@@ -638,3 +638,20 @@ async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -
     assert engine.capabilities == {"completion"}
     with pytest.raises(UnsupportedByModel):
         await engine.embed([EncoderInput(PROMPT)])
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+async def test_each_step_is_announced_if_steps_of_one_size_take_different_memory(
+    engine: TransformersEngine, is_steady: bool
+) -> None:
+    work = engine._generation
+    assert work is not None
+    announced: list[bool] = []
+    work._has_steady_steps, work._on_larger_step = is_steady, lambda: announced.append(True)
+    try:
+        await complete_one(engine, PROMPT, max_tokens=5)
+        announced.clear()
+        await complete_one(engine, PROMPT, max_tokens=5)
+    finally:
+        work._has_steady_steps, work._on_larger_step = True, None
+    assert len(announced) == (0 if is_steady else 5)

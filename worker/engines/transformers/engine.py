@@ -102,6 +102,7 @@ class TransformersEngine:
                 vocabulary.piece,
                 chunk=options.prefill_chunk,
                 grammars=self._grammars,
+                has_steady_steps=loaded.has_steady_steps,
                 on_larger_step=self._announce_steps if loaded.announces_steps else None,
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped

@@ -80,6 +80,7 @@ class LoadedGenerator:
     later: int = 0  # bytes of main memory that any step may take beyond what the warmup took
     larger: int = 0  # those that only steps take which are larger than all before
     announces_steps: bool = False  # it announces steps that are larger than those so far
+    has_steady_steps: bool = True  # a step that is not larger than those before takes no more memory
 
 
 def load(
@@ -123,7 +124,7 @@ def load(
         if announces_steps and (tower is not None or options.max_loras or options.speculates):
             is_fast = False  # requests may bring larger steps than the warmup would compute
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
-        announces_steps = announces_steps and (is_fast or _have_steady_steps(loaded))
+        announces_steps = announces_steps and loaded.share is None  # the memory of other ranks is not known here
         later = larger = 0
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
             larger = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
@@ -150,6 +151,7 @@ def load(
         unmapped=UnmappedMemory(loaded.unmapped, cache_pages, draft_pages),
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
+        has_steady_steps=is_fast or not _has_experts(loaded),
         later=later,
         larger=larger,
     )
@@ -240,13 +242,9 @@ def _drafter(
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS), options.draft_min), model)
 
 
-def _have_steady_steps(loaded: loader.LoadedModel) -> bool:
-    """True if steps of one size take the same memory, so that a step that is not larger than others takes no more.
-
-    With experts it depends on their choice. The memory of other ranks is not known here.
-    """
-    has_experts = any("experts" in name for name, _ in loaded.model.named_modules())
-    return loaded.share is None and not has_experts
+def _has_experts(loaded: loader.LoadedModel) -> bool:
+    """True if the memory of a step depends on the experts of its tokens."""
+    return any("experts" in name for name, _ in loaded.model.named_modules())
 
 
 def _warms_up_fast(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:

@@ -114,10 +114,11 @@ class GenerationLoop:
         *,
         chunk: int,
         grammars: Grammars | None = None,
+        has_steady_steps: bool = True,
         on_larger_step: Callable[[], None] | None = None,
     ):
         """`piece`: the bytes of a token; `chunk`: the most prompt tokens of a step; `on_larger_step`: called before a
-        step that is larger than all before."""
+        step that is larger than all before, without `has_steady_steps` before each."""
         self._backend, self._chunk = backend, chunk
         slots = backend.adapters.slots if backend.adapters is not None else None
         self._scheduler = Scheduler(backend.capacity, chunk, slots)
@@ -128,7 +129,7 @@ class GenerationLoop:
         self._counts = TokenCounts()
         has_kernels = backend.linears is not None and backend.linears.has_layers
         self._largest = LargestStep(backend.linears if has_kernels else None)
-        self._on_larger_step = on_larger_step
+        self._has_steady_steps, self._on_larger_step = has_steady_steps, on_larger_step
         if on_larger_step is not None and backend.drafter is not None:
             backend.drafter.announce_to(on_larger_step)
         self._finished_at = 0.0  # monotonic seconds when the last step finished
@@ -253,7 +254,8 @@ class GenerationLoop:
         is_settled = drafter is None or drafter.is_settled  # as `LargestStep` for the layers of the target
         loads = adapters is not None and adapters.has_loads(segment.sequence.adapter for segment in batch)
         has_images = any(segment.has_image_tokens for segment in batch)  # of any size
-        return self._largest.is_exceeded(batch, draws) or has_images or loads or not is_settled
+        is_steady = self._has_steady_steps and is_settled and not has_images and not loads
+        return self._largest.is_exceeded(batch, draws) or not is_steady
 
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""
