@@ -58,7 +58,9 @@ _NO_LINEAR = re.compile(
 _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # architectures whose linear layers store inputs first
 _LAST = -1  # the place of tensors behind the layers, among numbers of layers
 
-_ROUTER = re.compile(r"[._](gate|router)\.weight$")  # it chooses or weighs experts
+# Matrices of layers that each tensor-parallel rank has as a whole: routers, which choose or weigh experts, layers with
+# states, and compressed queries and keys (worker/engines/transformers/load/tensor_parallel_plan.py).
+_UNDIVIDED = re.compile(r"[._](gate|router)\.weight$|\.(mamba|conv1d|q_a_proj|kv_a_proj_with_mqa)\.")
 
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
@@ -396,7 +398,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
     matrices = sum(
         math.prod(shape)
         for name, (_, shape, _) in loaded.items()
-        if len(shape) > 1 and LAYER.search(name) and not _ROUTER.search(name)
+        if len(shape) > 1 and LAYER.search(name) and not _UNDIVIDED.search(name)
     )
     return replace(
         facts,

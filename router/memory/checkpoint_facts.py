@@ -101,7 +101,7 @@ class Checkpoint:
     value_dim: int = 0
     attention_elements: int = 0  # elements of keys and values of one token as attention reads them, of all query heads
     intermediate: int = 0  # width of the MLP; of all experts that one token visits together
-    mlp_widths: Mapping[str, int] = field(default_factory=dict)  # of the dense MLP, of an expert and of a shared one
+    mlp_widths: Mapping[str, int] = field(default_factory=dict)  # of MLPs and experts; heads of linear attention
     vocab_size: int = 0
     # Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models).
     max_positions: int = 0
@@ -143,6 +143,11 @@ class Checkpoint:
     draft: "Checkpoint | None" = None  # of the draft model that the preset names
     draft_snapshot: str = ""  # its folder
     vocab_type: int = 0  # as llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams
+
+    @property
+    def has_latent_keys(self) -> bool:
+        """True if attention caches one compressed row for all heads (`_heads`)."""
+        return self.value_dim != self.head_dim
 
     @property
     def attention_layers(self) -> int:
@@ -244,6 +249,8 @@ def from_config(
             "MLP": _dense(text, hidden),
             "experts": _first(text, "moe_intermediate_size"),
             "shared expert": _first(text, "shared_expert_intermediate_size"),
+            "dense MLP": _first(text, "intermediate_size_mlp"),
+            "linear attention": _first(text, "linear_num_value_heads"),
         },
         vocab_size=_size(text, "vocab_size") or embedding[0],
         max_positions=_positions(text),

@@ -1,8 +1,9 @@
 """Tensor parallelism: conditions for it and the estimate of one rank. PURE.
 
 Each rank has a part of every matrix of the layers, and of an output head that is not tied to the embeddings. Small
-tensors and the embeddings are kept whole by each rank. A rank caches keys and values of its own heads. On accelerators
-each rank has a device; on main memory all ranks share it.
+tensors, layers with states and the embeddings are kept whole by each rank. A rank caches keys and values of its own
+heads, and states and compressed keys as a whole. On accelerators each rank has a device; on main memory all ranks share
+it.
 """
 
 from dataclasses import replace
@@ -35,9 +36,11 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
         return "its weights are quantized"
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
+    if facts.aligned and preset.adapter_slots:
+        return f"this version does not divide adapters of {facts.model_type}"
     for number, what in (
         (facts.heads, "attention heads"),
-        (facts.kv_heads, "heads of keys and values"),
+        (0 if facts.has_latent_keys else facts.kv_heads, "heads of keys and values"),
         *((width, f"columns in its {part}") for part, width in facts.mlp_widths.items()),
     ):
         if number % ranks:
@@ -121,7 +124,7 @@ def _part_of_rank(facts: Checkpoint, ranks: int) -> Checkpoint:
     return replace(
         facts,
         heads=facts.heads // ranks,
-        kv_heads=facts.kv_heads // ranks,
+        kv_heads=facts.kv_heads if facts.has_latent_keys else facts.kv_heads // ranks,
         attention_elements=facts.attention_elements // ranks,
         intermediate=facts.intermediate // ranks,
     )

@@ -14,9 +14,10 @@ from worker.engines.transformers.load import architectures, snapshot, tensor_par
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.estimate import meta_model
-from worker.estimate.largest_steps import CPU, GenerationSteps
+from worker.estimate.largest_steps import CPU, GenerationSteps, looping_peak
 from worker.estimate.memory_tracer import peak_bytes
 from worker.estimate.meta_model import StoredTensors, Traced
 from worker.protocol.argv import ModelOptions
@@ -55,17 +56,21 @@ def trace(options: ModelOptions, config: Any, ranks: int) -> Traced:
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0, share=share)
         if adapters is not None:
             weights += adapters.bytes
+        context = runner.bytes
         meta_model.shorten(model)
+        if isinstance(runner, AlignedRunner):
+            runner.shorten()
         adapter = adapters.pretend() if adapters is not None else None
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
-        peaks = [peak_bytes(step) for step in steps.largest()]
+        looping = looping_peak(steps)
+        peaks = [looping] if looping is not None else [peak_bytes(step) for step in steps.largest()]
         if options.devices == ("cpu",) and isinstance(runner, PagedRunner):
             heads = config.get_text_config(decoder=True).num_attention_heads // ranks
             peaks += [peak_bytes(step) for step in steps.short_rows(heads)]
     loading = whole if options.load_format == "dummy" else max(2 * largest, stored.stacked(config) * dtype.itemsize)
     return Traced(
         weights,
-        runner.bytes,
+        context,
         max(peaks),
         on_device=meta_model.repeated_bytes(config, ctx_size, dtype) // ranks,
         loading=loading,

@@ -44,12 +44,16 @@ PAGED = frozenset(
 DIVISIBLE = frozenset(
     {
         "cohere",
+        "deepseek_v2",
+        "deepseek_v3",
         "exaone4",
         "gemma",
         "gemma3_text",
         "gpt_neox",
         "granite",
+        "jamba",
         "llama",
+        "llama4_text",
         "mistral",
         "mixtral",
         "olmo",
@@ -62,6 +66,7 @@ DIVISIBLE = frozenset(
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
+        "qwen3_next",
         "smollm3",
         "starcoder2",
     }

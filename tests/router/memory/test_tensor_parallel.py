@@ -93,7 +93,14 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             {"tensor_parallel": 2},
             "it has 5633 columns in its shared expert",
         ),
+        (with_widths(linear_num_value_heads=33), {"tensor_parallel": 2}, "it has 33 columns in its linear attention"),
+        (with_widths(intermediate_size_mlp=8193), {"tensor_parallel": 2}, "it has 8193 columns in its dense MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
+        (
+            replace(LARGE, model_type="jamba", aligned=True),
+            {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
+            "this version does not divide adapters of jamba",
+        ),
         (
             replace(LARGE, model_type="gpt2"),
             {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
@@ -163,6 +170,14 @@ def test_more_devices_than_layers_are_not_used() -> None:
     assert found.layers == (1, 1, 1)
     with pytest.raises(Indivisible, match="a: it has 3 layers for 4 devices; lower the number"):
         ways(small, preset(pipeline_parallel=4), GPU, ROOM)
+
+
+def test_each_rank_caches_all_compressed_keys() -> None:
+    latent = replace(LARGE, model_type="deepseek_v2", aligned=True, kv_heads=1, head_dim=512, value_dim=64)
+    (found,) = ways(latent, preset(tensor_parallel=4), GPU, ROOM)
+    assert found.ranks == 4
+    cost = tensor_parallel.estimate(latent, preset(ctx_size=4096), 4, on_host=False)
+    assert cost.context == estimate_whole(latent, preset(ctx_size=4096), on_host=False).context * 4
 
 
 def test_required_memory_counts_for_each_rank() -> None:

@@ -248,6 +248,8 @@ def test_a_cache_of_another_dtype_is_exact_with_its_dequantized_part(
         ("llama", {}, {"tensor_parallel": 2}),
         ("gemma2", {}, {}),  # the aligned cache
         ("deepseek_v3", {}, {}),
+        ("deepseek_v3", {}, {"tensor_parallel": 2}),
+        ("llama4_text", {}, {"tensor_parallel": 2}),
         ("t5", {}, {}),
         ("mamba", {}, {}),  # states only
         ("qwen3_next", SHALLOW["qwen3_next"], {}),  # states in some layers, keys in others

@@ -28,7 +28,7 @@ from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestStream, StreamFactory
 from worker.engines.transformers.loop.step_loop import Outbox, StepLoop
 from worker.engines.transformers.preparation import PreparedModel
-from worker.engines.transformers.run.tensor_parallel import LeaderRunner
+from worker.engines.transformers.run.tensor_parallel import AlignedLeader, Leader, PagedLeader
 from worker.engines.transformers.run.vision import ImageReader
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ class TransformersEngine:
         self._generation: GenerationLoop | None = None
         self._encoder: EncoderLoop | None = None
         self._adapters: LoraAdapters | None = None
-        self._leader: LeaderRunner | None = None
+        self._leader: Leader | None = None
         self._unmapped = load_generator.UnmappedMemory()
         self.has_warmed_up = False  # as in `Ready`
         self._until_first_pulse = memory.TAKEN_WHEN_READY if memory.inheritance.is_forked else 0
@@ -118,7 +118,7 @@ class TransformersEngine:
             if self.vision is not None:
                 self.vision.announced = self._announced_beside_steps
             self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
-            self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
+            self._leader = backend.runner.leader if isinstance(backend.runner, PagedLeader | AlignedLeader) else None
         else:
             work = self._encoder = EncoderLoop(
                 loaded.encoder,

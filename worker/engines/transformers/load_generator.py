@@ -171,8 +171,7 @@ def _make_backend(
     `leading`: the other ranks of a tensor-parallel model, and their group.
     """
     if leading is not None:
-        leader, blocks = tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress)
-        return leader, blocks, LazyPages()
+        return *tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress), LazyPages()
     with claiming() as pages:
         runner, capacity = backends.make_runner(
             loaded.model,

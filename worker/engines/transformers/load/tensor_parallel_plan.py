@@ -21,25 +21,32 @@ from worker.errors import StartError
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import ModelOptions
 
-BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
+BY_OUTPUTS, BY_INPUTS, GATHERED = "colwise", "rowwise", "colwise_gather_output"
 EXPERTS = "moe_tp_experts"
+# Weights that each rank has as a whole. The gradients in the name do not matter for inference.
+_WHOLE = "replicated_with_grad_allreduce"
 _ATTENTION = {
     **{f"layers.*.self_attn.{name}_proj": BY_OUTPUTS for name in "qkv"},
     "layers.*.self_attn.o_proj": BY_INPUTS,
 }
-# Matrices that some of transformers' plans do not have: the attention of PhiMoE, and the shared expert of Qwen2 MoE,
-# which is an MLP like any other and as wide as several experts.
+# Matrices that some of transformers' plans do not have: attention (PhiMoE, Jamba), latent attention (DeepSeek V3),
+# dense MLPs (Jamba) and shared experts (Qwen2 MoE).
 _ADDED = _ATTENTION | {
-    "layers.*.mlp.shared_expert.gate_proj": BY_OUTPUTS,
-    "layers.*.mlp.shared_expert.up_proj": BY_OUTPUTS,
-    "layers.*.mlp.shared_expert.down_proj": BY_INPUTS,
+    **{f"layers.*.self_attn.{name}_b_proj": BY_OUTPUTS for name in ("q", "kv")},
+    **{f"layers.*.self_attn.{name}": _WHOLE for name in ("q_a_proj", "kv_a_proj_with_mqa")},  # the same for each head
+    **{
+        f"layers.*.{mlp}.{name}_proj": style
+        for mlp in ("feed_forward", "mlp.shared_expert")
+        for name, style in (("gate", BY_OUTPUTS), ("up", BY_OUTPUTS), ("down", BY_INPUTS))
+    },
+    # Layers with states. Their recurrences need all channels.
+    "layers.*.linear_attn.conv1d": _WHOLE,
+    **{f"layers.*.mamba{name}": _WHOLE for name in ("", ".conv1d", ".in_proj", ".x_proj", ".dt_proj", ".out_proj")},
 }
 # The attention of OLMo 2, OLMo 3 and OLMoE, which normalises all heads together. Transformers' plan gathers queries,
 # keys and values, so that each rank attends with all heads and caches all keys. Here only the norms see all heads.
 _OVER_HEADS = "norm_over_heads"
 _NORMALIZED = _ATTENTION | {f"layers.*.self_attn.{name}_norm": _OVER_HEADS for name in "qk"}
-# Plan entry for small weights that are the same for each head. The gradients in its name do not matter for inference.
-_WHOLE = "replicated_with_grad_allreduce"
 
 
 class RankGroup(Protocol):
@@ -85,6 +92,8 @@ def requested_ranks(options: ModelOptions, config: Any) -> int:
         why = "its layers are to be split as well (--layers)"
     elif not why:
         why = reason_against_division(config, count)
+        if not why and options.max_loras and architectures.backend(config) == "aligned":
+            why = f"this version does not divide adapters of {config.model_type}; set enable-lora = off"
         instead = "; pipeline-parallel puts whole layers on each accelerator"
     if why:
         raise StartError(
@@ -110,8 +119,10 @@ def reason_against_division(config: Any, count: int) -> str:
             return f"it has {number} {what}, which {count} does not divide"
     for name, what in (
         ("intermediate_size", "MLP is"),
+        ("intermediate_size_mlp", "dense MLP is"),
         ("moe_intermediate_size", "experts are"),
         ("shared_expert_intermediate_size", "shared expert is"),
+        ("linear_num_value_heads", "linear attention is"),
     ):
         if (width := getattr(config, name, None) or 0) % count:
             return f"its {what} {width} wide, which {count} does not divide"
@@ -124,7 +135,7 @@ def divide(model: Any, share: RankShare) -> None:
     Raises StartError for weights that the model's plan does not cover.
     """
     part, group = share
-    head = model.get_output_embeddings() if divides_head(model, part.count) else None
+    whole_head = None if divides_head(model, part.count) else model.get_output_embeddings()
     styles = _module_styles(model)
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -135,15 +146,15 @@ def divide(model: Any, share: RankShare) -> None:
             if part.rank:
                 module.bias = None  # rank 0 adds it; the all-reduce would add it once per rank
             module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
+        elif style == GATHERED and module is not whole_head:
+            _keep(module, part, 0)
+            module.register_forward_hook(lambda module, args, output: group.all_gather(output))
         elif style == EXPERTS:
-            _keep_experts(module, part)
+            _keep_experts(module, part, is_transposed="packed_rowwise" in model.config.base_model_tp_plan.values())
             module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
         elif style == _OVER_HEADS:
             module.register_forward_pre_hook(lambda module, args: (group.all_gather(args[0]),))
             module.register_forward_hook(lambda module, args, output: part.of(output, -1))
-    if head is not None:
-        _keep(head, part, 0)
-        head.register_forward_hook(lambda module, args, output: group.all_gather(output))
     _check_rest(model, styles)
 
 
@@ -155,7 +166,7 @@ def divides_head(model: Any, count: int) -> bool:
         return False
     name = next(name for name, module in model.named_modules() if module is head)
     vocabulary: int = model.config.get_text_config().vocab_size
-    return _styles(model).get(name) == HEAD and vocabulary % count == 0
+    return _styles(model).get(name) == GATHERED and vocabulary % count == 0
 
 
 def divided_dims(model: Any) -> dict[str, int]:
@@ -173,9 +184,10 @@ def _module_styles(model: Any) -> dict[str, str]:
 
 def _styles(model: Any) -> dict[str, str]:
     """Plan entry by module name, with a star in place of the layer number."""
-    prefix = f"{model.base_model_prefix}."
+    parent, _ = layer_split.stack_of(model)
+    prefix = f"{next(name for name, module in model.named_modules() if module is parent)}."
     plan = _ADDED | (model.config.base_model_tp_plan or {})
-    if plan["layers.*.self_attn.q_proj"] == HEAD:
+    if plan["layers.*.self_attn.q_proj"] == GATHERED:
         plan |= _NORMALIZED
     styles = {f"{prefix}{name}": style for name, style in plan.items()}
     return styles | dict(type(model)._tp_plan or {})
@@ -191,21 +203,23 @@ def _keep(module: Any, part: RankSlice, dim: int) -> None:
     module.out_features, module.in_features = module.weight.shape
 
 
-def _keep_experts(module: Any, part: RankSlice) -> None:
+def _keep_experts(module: Any, part: RankSlice, *, is_transposed: bool) -> None:
     """Keep one rank's slice of the width of all experts, which are stacked in two parameters."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
-    if names != {"gate_up_proj", "down_proj"} or getattr(module, "is_transposed", False):
+    if names != {"gate_up_proj", "down_proj"}:
         raise StartError(f"a {type(module).__name__} cannot be divided; remove tensor-parallel")
-    both = module.gate_up_proj.detach().unflatten(1, (2, -1))  # [experts, gate or up, width, hidden]
-    kept = part.of(both, 2).flatten(1, 2)  # a copy: the slices of gate and up are apart
+    # [experts, 2 * width, hidden] and [experts, hidden, width], or [experts, hidden, 2 * width] and its transpose
+    first, second = (2, 1) if is_transposed else (1, 2)
+    both = module.gate_up_proj.detach().unflatten(first, (2, -1))  # gate and up
+    kept = part.of(both, first + 1).flatten(first, first + 1)  # a copy: the slices of gate and up are apart
     module.gate_up_proj = nn.Parameter(kept, requires_grad=False)
-    module.down_proj = nn.Parameter(part.of(module.down_proj.detach(), 2), requires_grad=False)
-    module.intermediate_dim = module.down_proj.shape[2]
+    module.down_proj = nn.Parameter(part.of(module.down_proj.detach(), second), requires_grad=False)
+    module.intermediate_dim = module.down_proj.shape[second]
 
 
 def _check_rest(model: Any, styles: dict[str, str]) -> None:
-    """Raise StartError unless all replicated weights in layers are vectors or single rows, which apply to each head
-    alike or to the hidden state, or choose experts by the hidden state."""
+    """Raise StartError unless all weights in layers that the plan does not name are vectors or single rows, which apply
+    to each head alike or to the hidden state, or choose experts by the hidden state."""
     _, stack = layer_split.stack_of(model)
     divided = {id(model.get_submodule(name)) for name in styles}
     for name, module in stack.named_modules():

@@ -1,5 +1,6 @@
 """Backends: the choice between the paged and the aligned runner, and the allocation of its cache and adapters."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,8 @@ def make_runner(
     tower: VisionTower | None = None,
     split: LayerSplit | None = None,
     ranks: int = 1,
+    paged_runner: Callable[..., PagedRunner] = PagedRunner,
+    aligned_runner: Callable[..., AlignedRunner] = AlignedRunner,
 ) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
     """The runner of this architecture with its cache allocated, and the capacity of the cache.
 
@@ -108,6 +111,7 @@ def make_runner(
     tower: the vision tower of a model that takes images; these are all aligned.
     split: of a model whose layers lie on several devices.
     ranks: of a tensor-parallel model.
+    paged_runner, aligned_runner: the classes of the runners.
 
     Raises StartError if a request would not fit, UnsupportedCache if the model's cache is of an unknown kind.
     """
@@ -115,14 +119,14 @@ def make_runner(
     if architectures.backend(config) == "paged":
         pool_of = partial(make_pool, config, blocks, model.dtype, kv_dtype=options.kv_cache_dtype)
         if split is None:
-            return PagedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
+            return paged_runner(model, pool_of(device, ranks=ranks), blocks, device), blocks
         # One block table for all devices: block n has its layers' part in the pool of each device.
         parts = zip(split.devices, split.layers, strict=True)
         pools = SplitKvPools([pool_of(at, layers=count) for at, count in parts], split)
         return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = aligned_rows(options, ctx_size)
     chunk = min(options.prefill_chunk, ctx_size)
-    runner = AlignedRunner(
+    runner = aligned_runner(
         model,
         rows=rows,
         ctx_size=ctx_size,

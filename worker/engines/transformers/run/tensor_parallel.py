@@ -2,7 +2,8 @@
 
 Rank 0, the leader, has the sequences, the scheduler and the sampler. It sends each step as plain numbers: tokens,
 blocks of each sequence, and blocks to erase and copy. Followers have block numbers only, and their pools have the
-same blocks. Partial sums and logits are combined inside the forward (`tensor_parallel_plan`).
+same blocks. Where there are no blocks, followers repeat the calls of the leader's runner. Partial sums and logits are
+combined inside the forward (`tensor_parallel_plan`).
 
 A rank that fails in a step is out of step for good, since the others wait for its sums. So a failing rank ends the
 worker, and nothing is repeated.
@@ -10,14 +11,15 @@ worker, and nothing is repeated.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
@@ -28,13 +30,16 @@ from worker.engines.transformers.device.rank_processes import (
     LeaderLink,
     RankProcesses,
 )
-from worker.engines.transformers.load import layer_split, loader, tensor_parallel_plan
+from worker.engines.transformers.load import architectures, layer_split, loader, tensor_parallel_plan
 from worker.engines.transformers.load.lora import LoraStep
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.aligned import AlignedRunner
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, BlockRun, BlockTable
+from worker.engines.transformers.schedule import sequence as schedule
+from worker.engines.transformers.schedule.kv_cache import BlockRun, BlockTable, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
@@ -73,57 +78,73 @@ class FollowerStep(NamedTuple):
     segments: Sequence[FollowerSegment]
 
 
-class LeaderRunner(PagedRunner):
-    """Computes each step together with all followers."""
+class FollowerRow(NamedTuple):
+    """A segment of a model without blocks. Its runner is the leader's, so it needs what a scheduler's segment has."""
 
-    def __init__(
-        self,
-        model: Any,
-        pool: KvPool,
-        blocks: BlockAllocator,
-        device: torch.device,
-        ranks: RankProcesses,
-        group: ProcessGroup,
-    ):
-        super().__init__(model, pool, blocks, device)
-        self._ranks, self._group = ranks, group
-        # Ranks that hold a slice of the head must compute its logits with the leader.
-        self._divides_head = tensor_parallel_plan.divides_head(model, ranks.count)
+    row: int
+    start: int
+    length: int
+    drafted: tuple[int, ...]
+    prompt_tokens: int
+    prompt_logprobs: bool
+    begin: int  # position of the first of `tokens` in the sequence; no earlier token is needed
+    tokens: Sequence[int]
 
-    @torch.inference_mode()
-    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Runner.run`. Returns when the device has finished: logits are worthless if a rank is lost meanwhile.
+    @property
+    def segment(self) -> Segment:
+        sequence = schedule.Sequence(
+            id=self.row,
+            prompt_tokens=self.prompt_tokens,
+            tokens=[*([0] * self.begin), *self.tokens],
+            limit=0,
+            ends=frozenset(),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+        return Segment(sequence, self.row, self.start, self.length, drafted=self.drafted)
 
-        Raises RankLost, or the StartError of a follower that names the exit code of the process. Raises UnusableAdapter
-        before any rank has begun the step.
+
+class FollowerCall(NamedTuple):
+    """A call of an aligned runner's method."""
+
+    method: Literal["run", "fork", "forget"]
+    arguments: tuple[int, ...] = ()
+    batch: Sequence[FollowerRow] = ()  # of `run`
+
+
+class Leader:
+    """The connection of rank 0 to all followers."""
+
+    def __init__(self, ranks: RankProcesses, group: ProcessGroup, device: torch.device):
+        self._ranks, self._group, self._device = ranks, group, device
+        self.count, self.send = ranks.count, ranks.send
+
+    @contextmanager
+    def step(self, *, loads: bool = False) -> Iterator[None]:
+        """Compute the block together with all followers. The device has finished at its end: logits are worthless if a
+        rank is lost meanwhile.
+
+        Raises RankLost, or the StartError of a follower that names the exit code of the process. With `loads`, errors
+        of a load are raised as they are.
         """
-        assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
-        lora = self.plan_adapters(batch)
-        self._ranks.send(FollowerStep(self.prepare_blocks(batch), lora, [self._for_followers(part) for part in batch]))
         try:
-            logits = self.compute(batch, lora)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
         except Exception as error:
+            if loads and (isinstance(error, UnsupportedCache) or cuda_errors.is_exhausted(error)):
+                raise
             if cuda_errors.is_exhausted(error):
-                raise RankLost(f"rank 0 of {self._ranks.count}: {cuda_errors.one_line(error)}") from error
+                raise RankLost(f"rank 0 of {self.count}: {cuda_errors.one_line(error)}") from error
             raise self._ranks.why() from error
         if self._ranks.lost is not None:
             raise self._ranks.lost
-        return logits
-
-    def _for_followers(self, segment: Segment) -> FollowerSegment:
-        assert segment.table is not None, "this cache has blocks"
-        runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
-        logits = segment.logits if self._divides_head else 0
-        return FollowerSegment(segment.tokens, segment.start, logits, runs)
 
     def measured(self) -> dict[str, int]:
         """Peak bytes of all ranks by device name."""
-        found = memory.measured((str(self.device),))
+        found = memory.measured((str(self._device),))
         found["cpu"] += sum(self._ranks.figures(HOST_BYTES))
-        if self.device.type == "cuda":
-            found[str(self.device)] += NCCL_BYTES
+        if self._device.type == "cuda":
+            found[str(self._device)] += NCCL_BYTES
             found |= {f"cuda:{rank}": size for rank, size in enumerate(self._ranks.figures(DEVICE_BYTES), start=1)}
         return found
 
@@ -135,6 +156,85 @@ class LeaderRunner(PagedRunner):
         """End all followers, and wait for them."""
         self._ranks.end()
         self._group.disconnect()
+
+
+class PagedLeader(PagedRunner):
+    """Computes each step together with all followers."""
+
+    def __init__(self, leader: Leader, model: Any, *rest: Any):
+        super().__init__(model, *rest)
+        self.leader = leader
+        # Ranks that hold a slice of the head must compute its logits with the leader.
+        self._divides_head = tensor_parallel_plan.divides_head(model, leader.count)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.run` and `Leader.step`. Raises UnusableAdapter before any rank has begun the step."""
+        assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
+        lora = self.plan_adapters(batch)
+        self.leader.send(FollowerStep(self.prepare_blocks(batch), lora, [self._for_followers(part) for part in batch]))
+        with self.leader.step():
+            return self.compute(batch, lora)
+
+    def _for_followers(self, segment: Segment) -> FollowerSegment:
+        assert segment.table is not None, "this cache has blocks"
+        runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
+        logits = segment.logits if self._divides_head else 0
+        return FollowerSegment(segment.tokens, segment.start, logits, runs)
+
+
+class AlignedLeader(AlignedRunner):
+    """Computes each step together with all followers. They have the same runner, and all its decisions follow from its
+    calls, so each rank arranges its rows alike."""
+
+    def __init__(self, leader: Leader, *rest: Any, **named: Any):
+        self.leader = leader
+        self._sends = True
+        with leader.step(loads=True):
+            super().__init__(*rest, **named)
+
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.run` and `Leader.step`."""
+        assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
+        self._send(FollowerCall("run", batch=[self._for_followers(segment) for segment in batch]))
+        with self.leader.step():
+            return super().run(batch)
+
+    def fork(self, source: int, target: int) -> None:
+        """See `Runner.fork`."""
+        self._send(FollowerCall("fork", (source, target)))
+        super().fork(source, target)
+
+    def forget(self, row: int) -> None:
+        """See `Runner.forget`."""
+        self._send(FollowerCall("forget", (row,)))
+        super().forget(row)
+
+    def run_self_check(self, check: Callable[[AlignedRunner], None], *, tokens: int) -> None:
+        """See `AlignedRunner.run_self_check`. Each rank checks for itself: all have the same logits."""
+        self._sends = False
+        with self.leader.step(loads=True):
+            super().run_self_check(check, tokens=tokens)
+        self._sends = True
+
+    def _send(self, call: FollowerCall) -> None:
+        if self._sends:
+            self.leader.send(call)
+
+    def _for_followers(self, segment: Segment) -> FollowerRow:
+        sequence = segment.sequence
+        # A model that continues a state with one token at a time computes a lost state from the first token on.
+        begin = segment.start if self.continues_states or not self.has_states else 0
+        return FollowerRow(
+            segment.row,
+            segment.start,
+            segment.length,
+            segment.drafted,
+            sequence.prompt_tokens,
+            sequence.prompt_logprobs,
+            begin,
+            sequence.tokens[begin:],
+        )
 
 
 def start_followers(options: Serve, ctx_size: int, ranks: RankProcesses | None) -> tuple[RankSlice, ProcessGroup]:
@@ -153,7 +253,7 @@ def make_leader(
     ranks: RankProcesses,
     group: ProcessGroup,
     progress: Callable[[Progress], None],
-) -> tuple[LeaderRunner, BlockAllocator]:
+) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
     """The leader's runner, after all ranks have loaded and connected. Raises StartError or RankLost."""
     own = sum(parameter.nbytes for parameter in loaded.model.parameters())
 
@@ -164,11 +264,19 @@ def make_leader(
     ranks.watch(group.abort)
     ranks.send("connect")
     group.connect(ranks.store)
-    blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
-    kv_dtype = options.kv_cache_dtype
-    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kv_dtype=kv_dtype)
     log.info("%d ranks, the followers processes %s", ranks.count, ", ".join(map(str, ranks.pids)))
-    return LeaderRunner(loaded.model, pool, blocks, loaded.device, ranks, group), blocks
+    leader = Leader(ranks, group, loaded.device)
+    return backends.make_runner(
+        loaded.model,
+        config,
+        options,
+        ctx_size,
+        loaded.device,
+        caches=options.prefix_caching,
+        ranks=ranks.count,
+        paged_runner=partial(PagedLeader, leader),
+        aligned_runner=partial(AlignedLeader, leader),
+    )
 
 
 def follow(options: Serve, link: LeaderLink) -> None:
@@ -197,25 +305,47 @@ def follow(options: Serve, link: LeaderLink) -> None:
         link.note(LOADED_BYTES, progress.done)
 
     loaded = loader.load_model(options, config, implementation, report, share=share)
-    blocks = backends.make_blocks(options, options.ctx_size, caches=False)
-    kv_dtype = options.kv_cache_dtype
-    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
-    runner = PagedRunner(loaded.model, pool, blocks, device)
-    backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
-    runner.try_decode_kernel()
+    make = partial(
+        backends.make_runner,
+        loaded.model,
+        config,
+        options,
+        options.ctx_size,
+        device,
+        caches=False,
+        ranks=link.count,
+    )
+    runner = None
+    if architectures.backend(config) == "paged":
+        runner, _ = make()
+        assert isinstance(runner, PagedRunner)
+        backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
+        runner.try_decode_kernel()
     _report_memory(link, device)
     link.ready()
     link.receive()
     group.connect(link.store)
+    if runner is None:  # it looks at the model's cache with a forward, in which all ranks take part
+        runner, _ = make()
+        backends.check_cache(runner, config, options.ctx_size)
+        _report_memory(link, device)
     while True:
         _compute(runner, link.receive())
         _report_memory(link, device)
 
 
 @torch.inference_mode()
-def _compute(runner: PagedRunner, step: FollowerStep) -> None:
-    runner.apply_updates(step.updates)
-    runner.compute(step.segments, step.lora)
+def _compute(runner: PagedRunner | AlignedRunner, step: FollowerStep | FollowerCall) -> None:
+    if isinstance(runner, PagedRunner):
+        assert isinstance(step, FollowerStep)
+        runner.apply_updates(step.updates)
+        runner.compute(step.segments, step.lora)
+        return
+    assert isinstance(step, FollowerCall)
+    if step.method == "run":
+        runner.run(tuple(row.segment for row in step.batch))
+    else:
+        getattr(runner, step.method)(*step.arguments)
 
 
 def _report_memory(link: LeaderLink, device: torch.device) -> None:
