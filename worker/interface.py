@@ -33,6 +33,8 @@ class SamplingParams:
     # Number of last tokens that the three penalties look at; -1 is all, 0 is none. The prompt of an encoder-decoder
     # model is never included.
     repeat_last_n: int = -1
+    # No sequence of this many tokens occurs twice in prompt and output, as in transformers; 0 is off.
+    no_repeat_ngram_size: int = 0
     # Apply temperature after top_k, top_p and min_p, as llama.cpp does, instead of before them.
     temperature_last: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token id

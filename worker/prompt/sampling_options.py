@@ -52,7 +52,8 @@ _MEMBERS = {
     "reasoning-format": "reasoning_format",
     "reasoning-budget": REASONING_BUDGETS[0],
 }
-_CHECKPOINT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_CHECKPOINT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+_WITHOUT_SAMPLING = ("repetition_penalty", "no_repeat_ngram_size")
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _ALL_ACTIVE = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.5, "presence_penalty": 1.0}
 _CUTS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # in the engine's order, with the value that disables each
@@ -112,8 +113,8 @@ def defaults(preset: str, checkpoint: Mapping[str, Any], *, vocab_size: int) -> 
 
 
 def _of_checkpoint(config: Mapping[str, Any]) -> Json:
-    """Translate generation_config.json. `do_sample: false` means greedy, which disables all sampling parameters but the
-    repetition penalty.
+    """Translate generation_config.json. `do_sample: false` means greedy, which disables all sampling parameters but
+    those against repetition.
     """
     tuning: Json = {}
     for key in _CHECKPOINT_KEYS:
@@ -122,7 +123,7 @@ def _of_checkpoint(config: Mapping[str, Any]) -> Json:
         except InvalidValue:
             continue
     if config.get("do_sample") is False:
-        tuning = {key: value for key, value in tuning.items() if key == "repetition_penalty"}
+        tuning = {key: value for key, value in tuning.items() if key in _WITHOUT_SAMPLING}
         tuning["temperature"] = 0.0
     return tuning
 
@@ -179,6 +180,7 @@ def _tuning(fields: BodyFields) -> Json:
         "repeat_last_n": fields.integer("repeat_last_n"),
         "presence_penalty": fields.number("presence_penalty"),
         "frequency_penalty": fields.number("frequency_penalty"),
+        "no_repeat_ngram_size": fields.integer("no_repeat_ngram_size"),
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -51,7 +51,11 @@ def alone(**fields: Any) -> dict[str, Sample]:
 PICKED = alone(
     temperature=0.3, top_p=0.5, top_k=3, min_p=0.2, presence_penalty=0.5, frequency_penalty=0.5, seed=7, stop="fox"
 )
-TUNED = {**PICKED, **alone(repeat_penalty=1.5, repeat_last_n=9, logit_bias={"70": 5}, min_tokens=3, ignore_eos=True)}
+TUNED = {
+    **PICKED,
+    **alone(repeat_penalty=1.5, repeat_last_n=9, logit_bias={"70": 5}, min_tokens=3, ignore_eos=True),
+    **alone(no_repeat_ngram_size=2),
+}
 HELD = alone(
     response_format={"type": "json_object"},
     json_schema=SCHEMA,

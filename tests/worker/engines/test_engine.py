@@ -160,6 +160,18 @@ async def test_an_answer_does_not_depend_on_the_rest_of_the_batch(engine: Transf
     assert len({tuple(answer.tokens) for answer in alone}) > 6, "the settings make a difference"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_no_ngram_is_repeated_as_in_generate(engine: TransformersEngine, model: Any, size: int) -> None:
+    once = generated(model, PROMPT, 40)
+    assert len(set(once)) < len(once), "without the limit, tokens are repeated"
+    expected = generated(model, PROMPT, 40, no_repeat_ngram_size=size)
+    asked, free = await asyncio.gather(
+        complete_one(engine, PROMPT, max_tokens=40, sampling=replace(GREEDY, no_repeat_ngram_size=size)),
+        complete_one(engine, PROMPT, max_tokens=40),
+    )
+    assert (asked.tokens, free.tokens) == (expected, once)
+
+
 async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
     tokens = torch.tensor([PROMPT])
     out = model.generate(
@@ -181,7 +193,11 @@ async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path)
     assert set(prompt) & set(expected), "or it would make no difference"
     async with serving(load(folder, ctx_size=256, parallel=1)) as engine:
         collected = await complete_one(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=3.0))
-    assert collected.tokens == expected
+        assert collected.tokens == expected
+        expected = generated(reference(folder), prompt, 20, no_repeat_ngram_size=1)
+        assert set(prompt) & set(expected), "or it would make no difference"
+        how = replace(GREEDY, no_repeat_ngram_size=1)
+        assert (await complete_one(engine, prompt, max_tokens=20, sampling=how)).tokens == expected
 
 
 async def test_an_end_of_sequence_ends_the_answer_and_is_no_part_of_it(engine: TransformersEngine) -> None:

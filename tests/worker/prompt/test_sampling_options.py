@@ -105,6 +105,9 @@ def test_do_sample_false_in_a_checkpoint_means_greedy_by_default() -> None:
     defaults = defaults_of("", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2})
     assert read({}, defaults) == SamplingParams(temperature=0.0, repetition_penalty=1.2)
     assert read({"temperature": 0.5}, defaults) == SamplingParams(temperature=0.5, repetition_penalty=1.2)
+    ngrams = defaults_of("", {"do_sample": False, "no_repeat_ngram_size": 3})
+    assert read({}, ngrams).no_repeat_ngram_size == 3
+    assert read({"no_repeat_ngram_size": 0}, ngrams).no_repeat_ngram_size == 0
 
 
 def test_a_checkpoint_without_sampling_values_changes_nothing() -> None:

@@ -46,7 +46,7 @@ IGNORED_OPTIONS = (
     "typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta",
 )  # fmt: skip
 OPTIONS: Body = {
-    **{name: schema for name, schema in TUNING.items() if name != "repetition_penalty"},
+    **{name: schema for name, schema in TUNING.items() if name not in ("repetition_penalty", "no_repeat_ngram_size")},
     "seed": SAMPLING["seed"],
     "stop": STOP,
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),

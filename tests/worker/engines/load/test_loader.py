@@ -283,13 +283,27 @@ def test_what_the_checkpoint_sets_without_effect_is_logged_once(folder: Path, ca
     tokenizer, config = load_tokenizer(options(folder)), transformers.AutoConfig.from_pretrained(folder)
     path = folder / "generation_config.json"
     edit(
-        path, no_repeat_ngram_size=0, num_beams=1, bad_words_ids=[[5]], suppress_tokens=[5, 10**9, "x"], min_length=None
+        path,
+        no_repeat_ngram_size=3,
+        num_beams=1,
+        typical_p=1.0,
+        eta_cutoff=0.0,
+        bad_words_ids=[[5]],
+        suppress_tokens=[5, 10**9, "x"],
+        min_length=None,
     )
     assert Vocabulary(tokenizer, config, folder).rules.never == {5}
     assert caplog.text == ""
-    edit(path, no_repeat_ngram_size=3, forced_eos_token_id=2, bad_words_ids=[[5, 6], [7], [[8]], 9])
+    edit(
+        path,
+        encoder_no_repeat_ngram_size=3,
+        forced_eos_token_id=2,
+        typical_p=0.9,
+        eta_cutoff=0.1,
+        bad_words_ids=[[5, 6], [7], [[8]], 9],
+    )
     assert Vocabulary(tokenizer, config, folder).rules.never == {5, 7}
-    unused = "no_repeat_ngram_size, forced_eos_token_id, bad_words_ids of several tokens"
+    unused = "encoder_no_repeat_ngram_size, forced_eos_token_id, typical_p, eta_cutoff, bad_words_ids of several tokens"
     assert [record.message for record in caplog.records] == [f"generation_config.json: {unused} has no effect"]
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence, TokenRules, output_limit
+from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import GenerationRequest, SamplingParams
 
 
@@ -37,6 +38,13 @@ def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -
     patient.append(5)
     assert not patient.forbidden_ends(patient.output_tokens)
     assert sequence(ignore_eos=True).forbidden_ends(9) == sequence().ends
+
+
+def test_a_sequence_without_repeated_ngrams_drafts_nothing() -> None:
+    for size, room in ((0, 3), (2, 0)):
+        drafting = sequence(limit=9, no_repeat_ngram_size=size)
+        drafting.draft_limits = DraftLimits(most=3, least=0)
+        assert drafting.draft_room(8) == room
 
 
 def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:

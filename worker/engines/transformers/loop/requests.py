@@ -21,7 +21,7 @@ from worker.engines.transformers.sample.grammar import GrammarMatcher
 from worker.engines.transformers.sample.sampler import Likelihood, Sampled, has_penalties
 from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
-from worker.engines.transformers.schedule.sequence import PenaltyCounts, output_limit
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, RepeatedNgrams, output_limit
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.schedule.speculation import DraftLimits, PromptLookup
 from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
@@ -71,6 +71,7 @@ class RequestChoice:
     stream: RequestStream
     answer: AnswerText
     penalty_counts: PenaltyCounts | None = None
+    ngrams: RepeatedNgrams | None = None
     matcher: GrammarMatcher | None = None  # the state of its grammar
     lookup: PromptLookup | None = None  # drafts by prompt lookup
     started_at: float = 0.0
@@ -186,9 +187,11 @@ class StreamFactory:
             wants_progress=request.progress,
             wants_timings=request.timings,
         )
+        # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
+        skipped = len(prompt) if self._has_encoder else 0
+        if request.sampling.no_repeat_ngram_size:
+            choice.ngrams = RepeatedNgrams(sequence, request.sampling.no_repeat_ngram_size, skipped)
         if has_penalties(request.sampling):
-            # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
-            skipped = len(prompt) if self._has_encoder else 0
             choice.penalty_counts = PenaltyCounts(sequence, request.sampling.repeat_last_n, skipped)
         if sequence.draft_limits is not None and self._options.ngram_size:
             choice.lookup = PromptLookup(sequence.tokens, self._options.ngram_size)

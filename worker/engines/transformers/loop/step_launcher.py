@@ -52,10 +52,10 @@ class StepLauncher:
             return None
         begin = time.monotonic()
         parts = self._active.parts(batch)
-        # Grammars and penalties depend on the newest token, which the host does not have yet. So only the forward is
-        # launched; `sample` follows when the step in front has finished.
+        # Grammars, penalties and n-grams depend on the newest token, which the host does not have yet. So only the
+        # forward is launched; `sample` follows when the step in front has finished.
         waits = any(
-            chooser.matcher is not None or chooser.penalty_counts is not None
+            chooser.matcher is not None or chooser.penalty_counts is not None or chooser.ngrams is not None
             for part in parts
             for chooser in part.choosers
         )

@@ -45,6 +45,9 @@ class Chooser(Protocol):
     def penalty_counts(self) -> sequences.PenaltyCounts | None: ...
 
     @property
+    def ngrams(self) -> sequences.RepeatedNgrams | None: ...
+
+    @property
     def matcher(self) -> GrammarMatcher | None: ...
 
 
@@ -242,20 +245,24 @@ def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
     # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
     place = segment.end - len(segment.drafted) - chooser.sequence.prompt_tokens
     if not segment.drafted:
-        return [_row_sampling(chooser.sequence, place, counts)]
+        repeated = chooser.ngrams.forbidden() if chooser.ngrams is not None else ()
+        return [_row_sampling(chooser.sequence, place, counts, repeated)]
     ahead = counts.after_each(segment.drafted) if counts is not None else repeat(None, 1 + len(segment.drafted))
     return [_row_sampling(chooser.sequence, place + more, counts) for more, counts in enumerate(ahead)]
 
 
 def _row_sampling(
-    sequence: sequences.Sequence, place: int, penalty_counts: sequences.PenaltyCounts | None
+    sequence: sequences.Sequence,
+    place: int,
+    penalty_counts: sequences.PenaltyCounts | None,
+    repeated: Sequence[int] = (),
 ) -> RowSampling:
-    """The settings for output token number `place`."""
+    """The settings for output token number `place`. `repeated`: tokens that would repeat an n-gram."""
     return RowSampling(
         sequence.sampling,
         uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
         penalty_counts=penalty_counts,
-        forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place)),
+        forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place) | set(repeated)),
         forced=sequence.rules.first if place == 0 else None,
     )
 

@@ -18,7 +18,6 @@ from worker.protocol.events import Exit
 log = logging.getLogger(__name__)
 # Members of generation_config.json that change the text and are not offered, with the values without effect.
 _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "forced_eos_token_id": (),
     "min_length": (0,),
@@ -26,6 +25,9 @@ _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "sequence_bias": (),
     "guidance_scale": (1,),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "top_h", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("force_words_ids", "constraints", "stop_strings", "watermarking_config"), ()),
 }
 
 

@@ -106,8 +106,8 @@ class Sequence:
     def draft_room(self, most: int) -> int:
         """Tokens that are worth drafting now, up to `most`: a step gives one more, and its draft must not exceed the
         limit. 0 for a draft that would be dropped as too short."""
-        if self.draft_limits is None:
-            return 0
+        if self.draft_limits is None or self.sampling.no_repeat_ngram_size:
+            return 0  # `RepeatedNgrams` counts no drafted tokens
         room = min(most, self.draft_limits.most, self.limit - self.output_tokens - 1)
         return room if room >= max(self.draft_limits.least, 1) else 0
 
@@ -180,6 +180,27 @@ class PenaltyCounts:
             later.seen, later.output = Counter(later.seen), Counter(later.output)
             later._move(tokens, end)
             yield later
+
+
+class RepeatedNgrams:
+    """The tokens that would end the second occurrence of `size` tokens. A step takes the same time in a long text."""
+
+    def __init__(self, sequence: Sequence, size: int, first: int = 0):
+        """`first`: start of the text that counts. Tokens before it are an encoder's input."""
+        self._sequence = sequence
+        self._size = size
+        self._first = self._begin = first  # `_begin`: of the first occurrence that is not noted yet
+        self._following: dict[tuple[int, ...], list[int]] = {}  # by the tokens before it
+
+    def forbidden(self) -> Tokens[int]:
+        """The tokens that must not come next."""
+        tokens, before = self._sequence.tokens, self._size - 1
+        for begin in range(self._begin, len(tokens) - before):
+            self._following.setdefault(tuple(tokens[begin : begin + before]), []).append(tokens[begin + before])
+        self._begin = max(self._begin, len(tokens) - before)
+        if len(tokens) - self._first < before:
+            return ()
+        return self._following.get(tuple(tokens[len(tokens) - before :]), ())
 
 
 def _uncount(counter: Counter[int], token: int) -> None:
