@@ -375,10 +375,12 @@ def _answer_grammar(
         grammar = tools.grammar(tooling, calls, model.special, otherwise=grammar)
     if grammar is None and budget is None:
         return None
+    is_free = grammar is None
     is_open = AnswerParser(replace(parse_options, separate_reasoning=True)).is_thinking
     if grammar is None:
         opening = tools.opening_token(model.chat_format, model.special)
         assert opening is not None, "a budget needs the token"
-        grammar = tools.any_text(opening, is_open=is_open)
-    before = tools.preamble(model.chat_format, is_open=is_open, special=model.special, budget=budget)
+        messages = model.chat_format.messages if model.chat_format is not None else None
+        grammar = tools.any_text(opening, is_open=is_open, messages=messages)
+    before = tools.preamble(model.chat_format, is_open=is_open, special=model.special, budget=budget, is_free=is_free)
     return replace(grammar, preamble=before)

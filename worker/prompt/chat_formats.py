@@ -33,6 +33,15 @@ BARE_CALLS = CallSyntax("[", ("", ""), ", ", "]")
 
 
 @dataclass(frozen=True, slots=True)
+class Messages:
+    """Markup of an answer in several messages, of which reasoning is one."""
+
+    next: str  # begins each message but the first
+    final: str  # begins the message with the answer
+    others: Sequence[str]  # beginnings of all messages that are no reasoning, behind the token of their first marker
+
+
+@dataclass(frozen=True, slots=True)
 class ChatFormat:
     """Markup of a model's answers."""
 
@@ -40,6 +49,7 @@ class ChatFormat:
     response: Json  # a response template, with tool calls and reasoning if the model has them
     call_syntax: CallSyntax | None = None  # None: constrained calls use BARE_CALLS
     reasoning_markers: tuple[str, str] | None = None  # markers around reasoning, if both are literal strings
+    messages: Messages | None = None
     is_anchored: bool = field(default=True)  # the response template finds the answer's prefix in the whole prompt
     to_json: Callable[[str], str] = str  # rewrites the text of calls as the JSON that `response` reads
 
@@ -307,6 +317,7 @@ _COHERE_FENCED = _family(
     },
     CallSyntax("Action:\n```json\n[", ("", ""), ",\n", "]\n```", "tool_name", "parameters"),
 )
+_HARMONY_THOUGHTS = ("<|channel|>analysis<|message|>", "<|end|>")
 _HARMONY = ChatFormat(
     "harmony",
     {
@@ -334,6 +345,8 @@ _HARMONY = ChatFormat(
             "stray": {"content": "text"},
         },
     },
+    reasoning_markers=_HARMONY_THOUGHTS,
+    messages=Messages("<|start|>assistant", "<|channel|>final<|message|>", ("final", "commentary")),
     is_anchored=False,
 )
 _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (

@@ -10,7 +10,7 @@ import orjson
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
 from worker.prompt.body_reader import BodyFields, Json
-from worker.prompt.chat_formats import CallSyntax, ChatFormat
+from worker.prompt.chat_formats import CallSyntax, ChatFormat, Messages
 from worker.prompt.guided_decoding import close_schema
 from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
@@ -106,12 +106,18 @@ def grammar(
 
 
 def preamble(
-    chat_format: ChatFormat | None, *, is_open: bool, special: Mapping[str, int], budget: int | None = None
+    chat_format: ChatFormat | None,
+    *,
+    is_open: bool,
+    special: Mapping[str, int],
+    budget: int | None = None,
+    is_free: bool = False,
 ) -> str:
     """Return Lark's rule `preamble` for optional reasoning before constrained text; empty for a model without
     reasoning.
 
-    `is_open`: the prompt ends inside the reasoning. `budget`: the most tokens of it; None: no limit.
+    `is_open`: the prompt ends inside the reasoning. `budget`: the most tokens of it; None: no limit. `is_free`: the
+    grammar of `any_text` follows.
     """
     if chat_format is None or chat_format.reasoning_markers is None:
         return ""
@@ -122,8 +128,11 @@ def preamble(
     else:
         rules = [f"thoughts[suffix={_literal(end)}]: /(?s:.*)/"]
     blanks = r"blanks: /[ \n]{1,8}/"
-    whole = "thoughts blanks?"
+    messages = chat_format.messages
+    whole = f"thoughts {lark_text(messages.next, special)}" if messages else "thoughts blanks?"
     rule = f"preamble: {whole}" if is_open else f"preamble: ({lark_text(begin, special)} {whole})?"
+    if messages and not is_free:
+        rule = f"{rule} {lark_text(messages.final, special)}"
     return "\n".join([rule, *rules, blanks])
 
 
@@ -138,10 +147,14 @@ def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) ->
     return None if first is None or end not in special else special[first]
 
 
-def any_text(opening: int, *, is_open: bool) -> Grammar:
+def any_text(opening: int, *, is_open: bool, messages: Messages | None = None) -> Grammar:
     """Return the grammar of any text, for an answer whose reasoning a preamble limits. `opening`: the token that begins
-    reasoning, which no text begins with, so that the preamble cannot be passed by.
+    reasoning, which no text begins with, so that the preamble cannot be passed by. It begins all `messages`, of which
+    none is reasoning.
     """
+    if messages is not None:
+        others = " | ".join(map(_literal, messages.others))
+        return Grammar("lark", f"start: (<[{opening}]> ({others}) <[^{opening}]>*)+", REASONING_BUDGETS[0])
     text = "<[*]>*" if is_open else f"(<[^{opening}]> <[*]>*)?"
     return Grammar("lark", f"start: {text}", REASONING_BUDGETS[0])
 

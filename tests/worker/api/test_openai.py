@@ -386,6 +386,22 @@ async def test_a_budget_is_a_variable_of_a_template_that_uses_it() -> None:
     assert generation.grammar.text == "start: <[*]>*", "the prompt ends inside of the reasoning"
 
 
+async def test_a_budget_and_a_grammar_apply_to_an_answer_in_messages() -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
+    template = "<|channel|> functions. {{ messages[0].content }}<|start|>assistant"
+    made = ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(chat_template=template))
+    call = await openai.chat({**CHAT, "thinking_budget": 5}, made)
+    grammar = call.generations[0].grammar
+    assert (call.ignored, grammar is not None) == ((), True)
+    assert grammar is not None
+    assert "{0,5}" in grammar.preamble
+    assert "final" not in grammar.preamble
+    held = (await only({"guided_regex": "a"}, made)).grammar
+    assert held is not None
+    assert "final" in held.preamble
+
+
 async def test_a_budget_that_cannot_be_kept_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     call = await openai.chat({**CHAT, "thinking_budget": 5}, model())
     assert (call.ignored, call.generations[0].grammar) == (("thinking_budget",), None)

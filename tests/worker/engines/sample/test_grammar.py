@@ -62,7 +62,7 @@ from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, StartError, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
 from worker.prompt import tools
-from worker.prompt.chat_formats import find
+from worker.prompt.chat_formats import ChatFormat, find
 from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax
 from worker.prompt.tools import any_text, opening_token, preamble
 from worker.protocol.events import Exit
@@ -807,6 +807,60 @@ def test_reasoning_ends_after_its_budget_and_any_text_follows(budget: int, is_op
         matcher.take(token)
         assert not matcher.is_over
     assert EOS in allowed()
+    grammars.close()
+
+
+@pytest.fixture(scope="module")
+def harmony() -> tuple[Any, dict[str, int], ChatFormat]:
+    """A tokenizer with the tokens of gpt-oss, these tokens, and its format."""
+    tokenizer = tiny.make_tokenizer("llama")
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
+    tokenizer.add_tokens([transformers.AddedToken(mark, special=True) for mark in marks])
+    found = find("<|channel|> functions.", None)
+    assert found is not None
+    return tokenizer, {mark: tokenizer.get_vocab()[mark] for mark in marks}, found
+
+
+HARMONY_FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_taken"),
+    [
+        ("<|channel|>analysis<|message|>abc<|end|><|start|>assistant" + HARMONY_FINAL + "a long text", True),
+        ("<|channel|>analysis<|message|>abcd<|end|>", False),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", False),
+        ("<|channel|>analysis<|message|>a<|end|>" + HARMONY_FINAL, False),
+        (
+            "<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>commentary to=functions.f <|message|>",
+            True,
+        ),
+        ("<|channel|>commentary<|message|>I call.<|end|><|start|>assistant" + HARMONY_FINAL + "a", True),
+        (HARMONY_FINAL + "a long text", True),
+        (HARMONY_FINAL + "a<|end|><|start|>assistant<|channel|>analysis<|message|>", False),
+    ],
+)
+def test_a_budget_limits_the_reasoning_of_an_answer_in_messages(harmony: Any, answer: str, is_taken: bool) -> None:
+    tokenizer, special, family = harmony
+    opening = special["<|channel|>"]
+    assert opening_token(family, special) == opening
+    before = preamble(family, is_open=False, special=special, budget=3, is_free=True)
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=len(tokenizer))
+    matcher = grammars.matcher(replace(any_text(opening, is_open=False, messages=family.messages), preamble=before))
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
+    assert (matcher.allowed(tokens) == len(tokens)) is is_taken
+    grammars.close()
+
+
+def test_constrained_text_is_the_final_one_of_the_messages(harmony: Any) -> None:
+    tokenizer, special, family = harmony
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=len(tokenizer))
+    held = Grammar("regex", "[0-9]{3}", preamble=preamble(family, is_open=False, special=special))
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for answer, is_taken in ((f"{thoughts}{HARMONY_FINAL}123", True), (f"{HARMONY_FINAL}123", True), ("123", False)):
+        matcher = grammars.matcher(held)
+        tokens = tokenizer.encode(answer, add_special_tokens=False)
+        assert (matcher.allowed(tokens) == len(tokens)) is is_taken
     grammars.close()
 
 
