@@ -22,6 +22,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NOT_BLANK = re.compile(r"\S")
 _CLOSING = {"{": "}", "[": "]", "(": "]"}
 
 
@@ -37,10 +38,35 @@ def gemma_to_json(region: str) -> str:
     return region[:begin] + _to_json(region[begin:end]) + region[end:]
 
 
-def object_to_list(region: str) -> str:
-    """Rewrite `{"name": "f", ...}` as `[{"name": "f", ...}]`, wherever it is in `region`."""
+def lines_to_json(region: str) -> str:
+    """Rewrite the calls `f(a='b')` between two tags, a line each, as `[{"name": "f", "arguments": {"a": "b"}}]`."""
+    begin, end = region.find(">") + 1, region.rfind("<")
+    return objects_to_list(region[:begin] + _to_json(region[begin:end]) + region[end:])
+
+
+def objects_to_list(region: str) -> str:
+    """Rewrite `{"name": "f", ...} {...}` as `[{"name": "f", ...}, {...}]`, wherever it is in `region`. Raise ValueError
+    for text between the objects.
+    """
     begin, end = region.find("{"), region.rfind("}") + 1
-    return region if "[" in region[:begin] else f"{region[:begin]}[{region[begin:end]}]{region[end:]}"
+    if "[" in region[:begin]:
+        return region
+    objects, at, decode = [], begin, json.JSONDecoder().raw_decode
+    while at < end:
+        found, at = decode(region, at)
+        objects.append(found)
+        following = _NOT_BLANK.search(region, at, end)
+        at = following.start() if following else end
+    return f"{region[:begin]}{json.dumps(objects)}{region[end:]}"
+
+
+def keyed_to_json(region: str) -> str:
+    """Rewrite `[{"f": {"a": 1}}]` as `[{"name": "f", "arguments": {"a": 1}}]`, wherever it is in `region`."""
+    begin, end = region.find("["), region.rfind("]") + 1
+    calls = [
+        {"name": name, "arguments": given} for call in json.loads(region[begin:end]) for name, given in call.items()
+    ]
+    return region[:begin] + json.dumps(calls) + region[end:]
 
 
 def _to_json(text: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.prompt.body_reader import Json
-from worker.prompt.call_notations import gemma_to_json, object_to_list, python_to_json
+from worker.prompt.call_notations import gemma_to_json, keyed_to_json, lines_to_json, objects_to_list, python_to_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of reasoning fields in response templates
 CALLS_FIELD = "tool_calls"
@@ -115,6 +115,8 @@ def _function(name: str, arguments: str) -> Json:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+_EACH: Json = {"transform": _function("{name}", "{arguments}"), "transform_each": True}  # of a JSON array of calls
+
 _HERMES = _family(
     "hermes",
     {"open": "<tool_call>", "close": "</tool_call>", "transform": _function("{content.name}", "{content.arguments}")},
@@ -155,12 +157,12 @@ _GLM = _family(
 )
 _GRANITE = _family(
     "granite",
-    {"open": "<|tool_call|>", "transform": _function("{name}", "{arguments}"), "transform_each": True},
+    {"open": "<|tool_call|>", **_EACH},
     CallSyntax(begin="<|tool_call|>[", between=", ", end="]"),
 )
 _MISTRAL = _family(
     "mistral",
-    {"open": "[TOOL_CALLS]", "transform": _function("{name}", "{arguments}"), "transform_each": True},
+    {"open": "[TOOL_CALLS]", **_EACH},
     CallSyntax(begin="[TOOL_CALLS][", between=", ", end="]"),
 )
 _MISTRAL_ARGS = _family(
@@ -212,18 +214,28 @@ _KIMI = _family(
     },
     further={"calls_end": {"open": "<|tool_calls_section_end|>", "content": "text"}},
 )
-_MINIMAX = _family(
-    "minimax",
-    {
-        "open_pattern": r"(?:<minimax:tool_call>\s{0,32})?<invoke name=\"(?P<name>[^\"<>]{1,256})\">",
-        "close": "</invoke>",
+
+
+def _invoke_tags(name: str, begin: str, end: str, prefix: str = "") -> ChatFormat:
+    """`prefix` is a part of each tag."""
+    tag = (
+        rf"<{prefix}parameter name=(?:\"(?P<key>[^\"<>]{{1,256}})\"(?: string=\"\w{{1,8}}\")?>"
+        rf"\n?(?P<value>.*?)\n?</{prefix}parameter>|.*)"
+    )
+    calls = {
+        "open_pattern": rf"(?:{begin}\s{{0,32}})?<{prefix}invoke name=\"(?P<name>[^\"<>]{{1,256}})\">",
+        "close": f"</{prefix}invoke>",
         "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter name=(?:\"(?P<key>[^\"<>]{1,256})\">\n?(?P<value>.*?)\n?</parameter>|.*)"
-        },
+        "content_args": {"tag_pattern": tag},
         "transform": _function("{name}", "{content}"),
-    },
-    further={"calls_end": {"open": "</minimax:tool_call>", "content": "text"}},
+    }
+    return _family(name, calls, further={"calls_end": {"open_pattern": end, "content": "text"}})
+
+
+_MINIMAX = _invoke_tags("minimax", "<minimax:tool_call>", "</minimax:tool_call>")
+_DSML_TAG = f"{_BAR}DSML{_BAR}"
+_DSML = _invoke_tags(
+    "dsml", f"<{_DSML_TAG}(?:function|tool)_calls>", f"</{_DSML_TAG}(?:function|tool)_calls>", prefix=_DSML_TAG
 )
 _SEED = _function_tags("seed", "seed:tool_call")
 _NEMOTRON = _family(
@@ -231,8 +243,7 @@ _NEMOTRON = _family(
     {
         "open": "<TOOLCALL>",
         "close": "</TOOLCALL>",
-        "transform": _function("{name}", "{arguments}"),
-        "transform_each": True,
+        **_EACH,
     },
     CallSyntax(begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
 )
@@ -242,16 +253,15 @@ _PHI = replace(
         {
             "open": "<|tool_call|>",
             "close": "<|/tool_call|>",
-            "transform": _function("{name}", "{arguments}"),
-            "transform_each": True,
+            **_EACH,
         },
         CallSyntax(each=("<|tool_call|>", "<|/tool_call|>"), between=""),
     ),
-    to_json=object_to_list,  # the model writes lists and single calls
+    to_json=objects_to_list,  # the model writes lists and single calls
 )
 _PHI_LIST = _family(
     "phi-list",
-    {"open_pattern": r"functools(?=\[)", "transform": _function("{name}", "{arguments}"), "transform_each": True},
+    {"open_pattern": r"functools(?=\[)", **_EACH},
     CallSyntax(begin="functools[", between=", ", end="]"),
 )
 _LFM = replace(
@@ -260,8 +270,7 @@ _LFM = replace(
         {
             "open": "<|tool_call_start|>",
             "close": "<|tool_call_end|>",
-            "transform": _function("{name}", "{arguments}"),
-            "transform_each": True,
+            **_EACH,
         },
     ),
     to_json=python_to_json,
@@ -279,6 +288,66 @@ _GEMMA = replace(
     ),
     reasoning_markers=("<|channel>thought\n", "<channel|>"),
     to_json=gemma_to_json,
+)
+# Jamba and Hunyuan-A13B write an array, MiniMax-M1 an object a line.
+_TOOL_CALLS = replace(
+    _family(
+        "tool-calls",
+        {"open": "<tool_calls>", "close": "</tool_calls>", **_EACH},
+        CallSyntax(begin="<tool_calls>[", between=", ", end="]</tool_calls>"),
+    ),
+    to_json=objects_to_list,
+)
+_HUNYUAN = _family(
+    "hunyuan",
+    {
+        "open_pattern": r"(?:<tool_calls>\s{0,32})?<tool_call>\s{0,32}(?P<name>[^\s<{]{1,256})\s{0,32}```json\s{0,32}",
+        "close_pattern": r"\s{0,32}```\s{0,32}</tool_call>",
+        "transform": _function("{name}", "{content}"),
+    },
+    further={"calls_end": {"open": "</tool_calls>", "content": "text"}},
+)
+_OLMO = replace(
+    _family("olmo", {"open": "<function_calls>", "close": "</function_calls>", **_EACH}), to_json=lines_to_json
+)
+_PYTHONIC = replace(
+    _family("pythonic", {"open_pattern": r"\A\s{0,32}(?:<\|python_start\|>\s{0,32})?(?=\[\s{0,32}[A-Za-z_{])",
+        "close": "<|python_end|>", **_EACH}),
+    to_json=python_to_json,
+)  # fmt: skip
+_ARRAY = _family("array", {"open_pattern": r"\A\s{0,32}(?=\[\s{0,32}\{)", **_EACH}, BARE_CALLS)
+_APERTUS_THOUGHTS = ("<|inner_prefix|>", "<|inner_suffix|>")
+_APERTUS = replace(
+    _family("apertus", {"open": "<|tools_prefix|>", "close": "<|tools_suffix|>", **_EACH},
+        further={"reasoning_content": dict(zip(("open", "close"), _APERTUS_THOUGHTS, strict=True), content="text")}),
+    reasoning_markers=_APERTUS_THOUGHTS,
+    to_json=keyed_to_json,
+)  # fmt: skip
+_FUNCTION_JSON = _family(
+    "function-json",
+    {
+        "open_pattern": r"<function=(?P<name>[^<>\s]{1,256})>",
+        "close": "</function>",
+        "transform": _function("{name}", "{content}"),
+    },
+)
+_FUNCTIONARY = ChatFormat(
+    "functionary",
+    {
+        "start_anchor_pattern": _ANYWHERE,
+        "fields": {
+            CALLS_FIELD: {
+                "open_pattern": r"(?:\A|>>>)(?P<name>[\w.-]{1,256})\n\s{0,32}(?=\{)",
+                "close_pattern": r"(?=>>>)",
+                "content": "json",
+                "repeats": True,
+                "transform": _function("{name}", "{content}"),
+            },
+            "content": {"open_pattern": r"(?:\A|>>>)all\n", "close_pattern": r"(?=>>>)", "content": "text"},
+            "stray": {"content": "text"},
+        },
+    },
+    is_anchored=False,
 )
 _COHERE_THOUGHTS = ("<|START_THINKING|>", "<|END_THINKING|>")
 _COHERE = ChatFormat(
@@ -351,6 +420,7 @@ _HARMONY = ChatFormat(
 )
 _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<function=", "<tool_call>"), _QWEN_XML),
+    (("<tool_calls>", "<tool_call>function_name"), _HUNYUAN),
     (("<tool_call>", "<arg_key>"), _GLM),
     (("<tool_call>", "</tool_call>", "arguments"), _HERMES),
     (("<|tool_call|>", "<|/tool_call|>"), _PHI),
@@ -364,12 +434,20 @@ _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<|im_system|>tool_declare",), _KIMI),  # the first template of Kimi-K2, which has no past calls
     (("<minimax:tool_call>",), _MINIMAX),
     (("<seed:tool_call>", "<function="), _SEED),
+    ((_DSML_TAG,), _DSML),
+    (("<tool_calls>",), _TOOL_CALLS),
+    (("<function_calls>",), _OLMO),
+    (("<|tools_prefix|>",), _APERTUS),
+    ((">>>all",), _FUNCTIONARY),
+    (("<function=",), _FUNCTION_JSON),
     (("<TOOLCALL>",), _NEMOTRON),
     (("<|tool_call>call:",), _GEMMA),
     (("<|START_ACTION|>",), _COHERE),
     (("<|CHATBOT_TOKEN|>", "Action:", "tool_name"), _COHERE_FENCED),
     (("<|tool_call_start|>",), _LFM),
     (("<|im_start|>", "List of tools: "), _LFM),  # templates of LFM2 without past calls
+    (("[func_name1(",), _PYTHONIC),
+    (("tool_call_name", "JSON array"), _ARRAY),  # xLAM-2
     (('"parameters"', "ipython"), _LLAMA),
     (("<|python_tag|>",), _LLAMA),
 )

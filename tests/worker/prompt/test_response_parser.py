@@ -34,6 +34,15 @@ SIGNS = {
     "gemma": "<|tool_call>call: <|channel>thought",
     "cohere": "<|START_ACTION|><|END_ACTION|>",
     "cohere-fenced": "<|CHATBOT_TOKEN|> Action: tool_name",
+    "dsml": "<\uff5cDSML\uff5cinvoke </think>",
+    "tool-calls": "<tool_calls></tool_calls> </think>",
+    "hunyuan": "<tool_calls><tool_call>function_name ```json </tool_call> arguments </think>",
+    "olmo": "<function_calls>",
+    "apertus": "<|tools_prefix|> <|inner_prefix|>",
+    "functionary": ">>>all",
+    "function-json": "<function=",
+    "pythonic": "[func_name1(",
+    "array": "JSON array tool_call_name",
     "thinker": "</think>",
     "hermes-thinker": "<tool_call></tool_call> arguments </think>",
 }
@@ -81,6 +90,12 @@ def minimax(name: str, **parameters: str) -> str:
 def seed(name: str, **parameters: str) -> str:
     tags = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in parameters.items())
     return f"<seed:tool_call>\n<function={name}>\n{tags}</function>\n</seed:tool_call>"
+
+
+def dsml(calls: str) -> str:
+    """DeepSeek-V3.2's tags."""
+    tagged = f"<function_calls>\n{calls}</function_calls>".replace("</", "\0").replace("<", f"<{BAR}DSML{BAR}")
+    return tagged.replace("\0", f"</{BAR}DSML{BAR}")
 
 
 ADD = ("add", {"a": 1, "b": 2})
@@ -270,6 +285,62 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '    {"tool_name": "say", "parameters": {"text": "hé </x> {"}}\n]\n```',
         ("", "", [ADD, SAY]),
     ),
+    (
+        "dsml",
+        "<think>I add.</think>Sure.\n\n"
+        + dsml(
+            '<invoke name="add">\n<parameter name="a" string="false">1</parameter>\n'
+            '<parameter name="b" string="false">2</parameter>\n</invoke>\n'
+            '<invoke name="say">\n<parameter name="text" string="true">hé {</parameter>\n</invoke>\n'
+        ),
+        ("I add.", "Sure.", [ADD, ("say", {"text": "hé {"})]),
+    ),
+    (
+        "tool-calls",
+        '<think>\nI add.\n</think>\n<tool_calls>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}\n</tool_calls>',
+        ("I add.", "", [ADD, SAY]),
+    ),
+    (
+        "tool-calls",
+        'Sure.<tool_calls>[{"name": "add", "arguments": {"a": 1, "b": 2}}, '
+        '{"name": "say", "arguments": {"text": "hé </x> {"}}]</tool_calls>',
+        ("", "Sure.", [ADD, SAY]),
+    ),
+    ("tool-calls", "<tool_calls>\n{} no\n</tool_calls>", ("", "<tool_calls>\n{} no\n</tool_calls>", [])),
+    (
+        "hunyuan",
+        '<think>I add.</think>Sure.<tool_calls>\n<tool_call>add\n```json\n{"a": 1, "b": 2}\n```</tool_call>\n'
+        '<tool_call>say\n```json\n{"text": "hé </x> {"}\n```\n</tool_call>\n</tool_calls>',
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    (
+        "olmo",
+        "Sure.<function_calls>\nadd(a=1, b=2)\nsay(text='hé </x> {')\n</function_calls>",
+        ("", "Sure.", [ADD, SAY]),
+    ),
+    ("olmo", "<function_calls>\nadd(1)\n</function_calls>", ("", "<function_calls>\nadd(1)\n</function_calls>", [])),
+    (
+        "apertus",
+        '<|inner_prefix|>I add.<|inner_suffix|>Sure.<|tools_prefix|>[{"add": {"a": 1, "b": 2}}, '
+        '{"say": {"text": "hé </x> {"}}]<|tools_suffix|>',
+        ("I add.", "Sure.", [ADD, SAY]),
+    ),
+    ("functionary", 'all\nSure.>>>add\n{"a": 1, "b": 2}>>>say\n{"text": "hé </x> {"}', ("", "Sure.", [ADD, SAY])),
+    ("functionary", 'add\n{"a": 1, "b": 2}', ("", "", [ADD])),
+    ("functionary", ">>>all\nHello.", ("", "Hello.", [])),
+    ("functionary", "Plain after all.", ("", "Plain after all.", [])),
+    ("functionary", "unknown\n{}", ("", "unknown\n{}", [])),
+    ("function-json", '<function=add>{"a": 1, "b": 2}</function>', ("", "", [ADD])),
+    ("pythonic", "[add(a=1, b=2), say(text='hé </x> {')]", ("", "", [ADD, SAY])),
+    ("pythonic", '<|python_start|>[say(text="hé </x> {")]<|python_end|>', ("", "", [SAY])),
+    ("pythonic", "[A link](https://example.org)", ("", "[A link](https://example.org)", [])),
+    (
+        "array",
+        '[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "say", "arguments": {"text": "hé </x> {"}}]',
+        ("", "", [ADD, SAY]),
+    ),
+    ("array", '[{"just": "json"}]', ("", '[{"just": "json"}]', [])),
     ("thinker", "<think>\nHm, well. \n</think>\n\nHello", ("Hm, well.", "Hello", [])),
     ("thinker", "Hello", ("", "Hello", [])),
     ("thinker", "<think>cut off ", ("cut off", "", [])),
@@ -301,7 +372,9 @@ def test_every_familys_answers_are_parsed_however_the_text_is_split(name: str, t
              "add(a=1)", "<|tool_calls_section_begin|>", kimi("add", "{}"), "<minimax:tool_call>", minimax("add"),
              "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<|/tool_call|>", "functools", "<|tool_call_start|>",
              "<|tool_call_end|>", "<|tool_call>call:add", '<|"|>', "<tool_call|>", "<|channel>thought\n", "<channel|>",
-             "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "'", '"', "a=", "a:", "1", ","]
+             "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "'", '"', "a=", "a:", "1", ",",
+             ">>>", "all\n", "add\n", "<tool_calls>", "</tool_calls>",
+             "<function_calls>", "</function_calls>", dsml(""), "<|tools_prefix|>", "<|inner_prefix|>", "```json"]
         ),
         max_size=12,
     ),
