@@ -33,6 +33,7 @@ from router.http.response import SERVER, own_headers
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
+from worker.protocol import json_faults
 from worker.protocol.routes import ROUTES, Route, ignored_fields, offered, query, unknown_fields
 from worker.protocol.streams import stream
 
@@ -191,7 +192,8 @@ class Dispatcher:
         try:
             found = orjson.loads(body)
         except orjson.JSONDecodeError as bad:
-            raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
+            fault = json_faults.describe(body, bad.msg[:200])
+            raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
         assert isinstance(found, dict)
         unknown = unknown_fields(route, found)
         if unknown and self._services.registry.settings.strict_fields:

@@ -44,6 +44,7 @@ from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error
 from router.registry.registry import Registry, flag
+from worker.protocol import json_faults
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS
 from worker.protocol.routes import FLAGS, AccessLevel, Route, dialect_of, error_response
@@ -81,7 +82,8 @@ def peek(body: bytes) -> Peek:
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
-        raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+        fault = json_faults.describe(body, str(bad)[:200])
+        raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
 
 
 def has_openai_fields(body: bytes) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import orjson
 
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
+from worker.protocol import json_faults
 from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
 from worker.protocol.schema import Body, Schema, allows, kinds, ranges
 from worker.protocol.unknown_fields import unknown_paths
@@ -30,7 +31,7 @@ def parse(body: bytes | bytearray) -> Json:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidJson(f"the request body is not valid JSON: {error}") from None
+        raise InvalidJson(f"the request body is not valid JSON: {json_faults.describe(body, str(error))}") from None
     if not isinstance(value, dict):
         raise InvalidJson("the request body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(value):

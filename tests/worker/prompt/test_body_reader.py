@@ -36,6 +36,24 @@ def test_anything_but_strict_json_is_rejected(body: bytes) -> None:
     assert (caught.value.status, caught.value.reason) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b'{"a": "caf\xe9"}', "it is not UTF-8 (byte 10)"),
+        (
+            b'{"a": "b \\ud83d"}',
+            "a string has half a surrogate pair (byte 9), as of a text that was cut inside an emoji",
+        ),
+        (b'{"a": "\\ud83d\\ude00 \\ude00"}', "a string has half a surrogate pair (byte 20)"),
+        (b'{"a": 1} \\ud83d', "unexpected content after document"),
+    ],
+)
+def test_a_text_that_is_no_unicode_is_named(body: bytes, fault: str) -> None:
+    with pytest.raises(InvalidJson) as caught:
+        body_reader.parse(body)
+    assert str(caught.value).startswith(f"the request body is not valid JSON: {fault}")
+
+
 def test_the_last_of_equal_keys_wins_as_in_the_router() -> None:
     assert body_reader.parse(b'{"a": 1, "a": 2}') == {"a": 2}
 
