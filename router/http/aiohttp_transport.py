@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
+from router.http.listener import HALF_CLOSED
 from router.http.request import CLOSE
 from router.http.response import own_headers, render_error
 from worker.protocol.dialects import Dialect
@@ -28,6 +29,14 @@ class AiohttpConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._ended()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for an answer that is ready soon, as the listener does."""
+        if self.transport is None:
+            return False
+        self.close()  # no further request
+        asyncio.get_running_loop().call_later(HALF_CLOSED, self.transport.close)
+        return True
 
     def handle_error(
         self,
