@@ -12,13 +12,13 @@ from typing import Any
 from aiohttp import web
 
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
-from router.http.listener import HALF_CLOSED
+from router.http.listener import HALF_CLOSED, Fallback
 from router.http.request import CLOSE
 from router.http.response import own_headers, render_error
 from worker.protocol.dialects import Dialect
 
 
-class AiohttpConnection(web.RequestHandler):
+class AiohttpConnection(web.RequestHandler, Fallback):
     """One client's connection."""
 
     def __init__(self, manager: web.Server, ended: Callable[[], None], **options: Any):
@@ -29,6 +29,12 @@ class AiohttpConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._ended()
+
+    def check(self, now: float, keep_alive: float) -> None:
+        # The wait is since the connection was made, or since the last response.
+        since = self._next_keepalive_close_time - self._keepalive_timeout
+        if self._waiter is not None and now - since > keep_alive:
+            self.force_close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for an answer that is ready soon, as the listener does."""

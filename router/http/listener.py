@@ -179,6 +179,13 @@ def capacity() -> int:
     return MOST if limit == resource.RLIM_INFINITY else max(LEAST, (limit - RESERVED) // PER_CLIENT)
 
 
+class Fallback(asyncio.Protocol):
+    """A protocol that takes over a connection."""
+
+    def check(self, now: float, keep_alive: float) -> None:
+        """Close the connection if it has waited for the head of a request for `keep_alive` seconds."""
+
+
 class Listener:
     """All connections to one router.
 
@@ -191,7 +198,7 @@ class Listener:
         self,
         routes: Mapping[bytes, Route],
         serve: Callable[[PlainRequest], Coroutine[Any, Any, None]],
-        make_fallback: Callable[[Callable[[], None]], asyncio.Protocol],
+        make_fallback: Callable[[Callable[[], None]], Fallback],
         most: int | None = None,
     ):
         self.routes = routes
@@ -201,6 +208,7 @@ class Listener:
         self.loop = asyncio.get_running_loop()
         self.clients: set[object] = set()  # the connections of all clients, also those that aiohttp has taken over
         self.connections: set[_PlainConnection] = set()  # those that this module reads
+        self.handed_over: set[Fallback] = set()  # those that aiohttp reads
         self._sockets: list[socket.socket] = []
         self._accepts = True
         self._connecting: set[asyncio.Task[None]] = set()
@@ -217,9 +225,11 @@ class Listener:
         if self._accepts:
             self.loop.add_reader(sock.fileno(), self._accept, sock)
 
-    def left(self, client: object) -> None:
+    def left(self, client: object, fallback: Fallback | None = None) -> None:
         """Stop counting a client whose connection is lost, and accept a waiting one in its place."""
         self.clients.discard(client)
+        if fallback is not None:
+            self.handed_over.discard(fallback)
         if not self._accepts and self._retry is None and len(self.clients) < self.most:
             self._resume()
 
@@ -251,6 +261,9 @@ class Listener:
         is_full = not self._accepts and self._retry is None
         for connection in tuple(self.connections):
             connection.check(now, CROWDED_KEEP_ALIVE if is_full else KEEP_ALIVE)
+        if is_full:  # aiohttp itself waits for KEEP_ALIVE
+            for fallback in tuple(self.handed_over):
+                fallback.check(now, CROWDED_KEEP_ALIVE)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
     # Accepting
@@ -487,7 +500,8 @@ class _PlainConnection(asyncio.Protocol):
         self.transport = self._parser = None
         if self._idle is not None:
             self._idle.cancel()
-        fallback = self._listener.make_fallback(functools.partial(self._listener.left, self))
+        fallback = self._listener.make_fallback(lambda: self._listener.left(self, fallback))
+        self._listener.handed_over.add(fallback)
         transport.set_protocol(fallback)
         fallback.connection_made(transport)
         if self.full is not None:

@@ -83,6 +83,23 @@ async def test_idle_connections_give_way_to_waiting_clients(tmp_path: Path) -> N
             writer.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"", request({})[:30], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_clients_that_send_no_request_give_way_to_waiting_ones(tmp_path: Path, sent: bytes) -> None:
+    """Connections with half a head, and those that aiohttp keeps for a next request, count as idle."""
+    async with world(tmp_path, respond, clients=2) as up:
+        silent = [await up.connect() for _ in range(2)]
+        for _, writer in silent:
+            writer.write(sent)
+        late, waiting = await up.connect()
+        waiting.write(request({}))
+        async with asyncio.timeout(KEEP_ALIVE / 2):
+            assert await status(late) == 200
+        for _, writer in [*silent, (late, waiting)]:
+            writer.close()
+        await until(lambda: not (up.listener.clients or up.listener.handed_over))
+
+
 async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     return [await asyncio.open_connection("127.0.0.1", up.port) for _ in range(count)]
 

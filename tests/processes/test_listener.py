@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from router.config.settings import Settings
-from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _PlainConnection
+from router.http.listener import (
+    KEEP_ALIVE,
+    LONGEST_BODY,
+    LONGEST_HEAD,
+    SWEEP,
+    Fallback,
+    Listener,
+    PlainRequest,
+    _PlainConnection,
+)
 from tests.processes.upstreams import (
     BODY,
     DONE,
@@ -305,7 +314,7 @@ class Sink(asyncio.Transport):
         return False
 
 
-class Other(asyncio.Protocol):
+class Other(Fallback):
     """Takes the place of aiohttp's protocol."""
 
     def __init__(self) -> None:
