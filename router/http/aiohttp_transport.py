@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
-from router.http.listener import HALF_CLOSED, Fallback
+from router.http.listener import Fallback
 from router.http.request import CLOSE
 from router.http.response import own_headers, render_error
 from worker.protocol.dialects import Dialect
@@ -35,14 +35,6 @@ class AiohttpConnection(web.RequestHandler, Fallback):
         since = self._next_keepalive_close_time - self._keepalive_timeout
         if self._waiter is not None and now - since > keep_alive:
             self.force_close()
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection for an answer that is ready soon, as the listener does."""
-        if self.transport is None:
-            return False
-        self.close()  # no further request
-        asyncio.get_running_loop().call_later(HALF_CLOSED, self.transport.close)
-        return True
 
     def handle_error(
         self,

@@ -54,9 +54,6 @@ KEEP_ALIVE = 75.0  # seconds that a connection may be idle between requests
 # The same while clients wait in the backlog. Idle connections of pools are closed, so that these clients are accepted.
 # A client with a request every few seconds keeps its connection. A guess.
 CROWDED_KEEP_ALIVE = 5.0
-# Seconds for an answer to a client that has closed its sending side, as `nc -N` does after its request. A client that
-# has left looks the same, and its worker should not compute for longer. A guess.
-HALF_CLOSED = 0.25
 PRINTABLE = bytes(range(32, 127))
 # Headers that make a request other than plain.
 SPECIAL_HEADERS = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "sec-fetch-site"})
@@ -339,7 +336,6 @@ class _PlainConnection(asyncio.Protocol):
         self._route: Route | None = None
         self._stays_open = True
         self._paused = False
-        self._is_half_closed = False  # the client sends nothing more
         self._clear()
 
     def _clear(self) -> None:
@@ -367,13 +363,6 @@ class _PlainConnection(asyncio.Protocol):
         self.resume_writing()
         if self.task is not None:
             self.task.cancel()
-
-    def eof_received(self) -> bool:
-        """Keep the connection for an answer that is ready soon; close it at once if no request is being answered."""
-        self._is_half_closed = True
-        if self.is_busy and self.transport is not None:
-            self._listener.loop.call_later(HALF_CLOSED, self.transport.close)
-        return self.is_busy
 
     def pause_writing(self) -> None:
         self.full = self._listener.loop.create_future()
@@ -474,7 +463,7 @@ class _PlainConnection(asyncio.Protocol):
                 transport = self.transport
                 if transport is None or not (request.is_complete and request.stays_open) or listener.closing:
                     return
-                if transport.is_closing() or self._is_half_closed:
+                if transport.is_closing():
                     return
                 self._since = listener.loop.time()
                 self.is_busy = False

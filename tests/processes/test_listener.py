@@ -139,34 +139,6 @@ async def test_a_request_that_arrives_byte_by_byte_is_answered(tmp_path: Path) -
         writer.close()
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [request({}), request({}, headers=ODD), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    ids=["plain", "aiohttp's", "the router's own"],
-)
-async def test_a_client_that_closes_its_sending_side_gets_an_answer_that_is_ready_soon(
-    tmp_path: Path, asked: bytes
-) -> None:
-    """`nc -N` closes it after its request. The answer closes the connection."""
-
-    async def ask() -> bytes:
-        reader, writer = await up.connect()
-        writer.write(asked)
-        writer.write_eof()
-        try:
-            return await reader.read()
-        finally:
-            writer.close()
-
-    async with world(tmp_path, respond) as up, asyncio.timeout(60):
-        await up.fleet.load("a")
-        while not (got := await ask()):  # this machine was busy for so long
-            pass
-        assert got.startswith(b"HTTP/1.1 200 OK")
-        assert got.endswith(b"}")
-        await until(lambda: not up.listener.clients)
-
-
 @pytest.mark.parametrize("cut", [10, 80, -5])
 async def test_a_request_that_arrives_slowly_is_handed_to_aiohttp(tmp_path: Path, cut: int) -> None:
     async with world(tmp_path, respond) as up:

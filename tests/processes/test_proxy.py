@@ -411,7 +411,7 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 @pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
 @pytest.mark.parametrize("phase", ["loading", "before the head", "streaming"])
 async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase: str, how: str, size: int) -> None:
-    async with world(tmp_path, wait_for_the_end, load_seconds=2.0 if phase == "loading" else 0.0) as up:
+    async with world(tmp_path, wait_for_the_end, load_seconds=0.5 if phase == "loading" else 0.0) as up:
         if phase != "loading":
             await up.fleet.load("a")
         reader, writer = await up.connect()
