@@ -22,6 +22,7 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import torch
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -242,6 +243,45 @@ async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
     for model in models[1:]:
         answer = await up.client.delete(f"/models/{name}/adapters/{model.partition('@')[2]}")
         assert answer.status_code == 200, answer.text
+
+
+def write_presets_in_bfloat16(folder: Path) -> Path:
+    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
+    families = {"small": ("llama", {}), "large": ("llama", sizes), "embedder": ("bert-embed", {})}
+    lines = ["[*]", "parallel = 6", "threads = 1", f"prefill-chunk = {LONG}"]
+    for name, (family, own) in families.items():
+        snapshot = tiny.make(family, folder / name, dtype=torch.bfloat16, **own)
+        lines += [f"[{name}]", f"model = {snapshot}", "dtype = bfloat16"]
+    lines += ["[drafting]", f"model = {folder}/small", "dtype = bfloat16", f"model-draft = {folder}/large"]
+    ini = folder / "models.ini"
+    ini.write_text("\n".join(lines) + "\n")
+    return ini
+
+
+async def ask_at_once(up: Router, name: str, *lengths: int, max_tokens: int) -> None:
+    prompts = ([5 + at % 300 for at in range(length)] for length in lengths)
+    asked = (ask(up, name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True) for prompt in prompts)
+    assert set(await asyncio.gather(*asked)) == {200}
+
+
+async def test_models_in_bfloat16_are_charged_what_they_take(tmp_path: Path) -> None:
+    async with router("--models-preset", str(write_presets_in_bfloat16(tmp_path)), "--fork-server") as up:
+        fork_server = await fork_server_of(up)
+        for name in ("embedder", "small", "large", "drafting", "small"):
+            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+            await up.becomes(name, "loaded")
+            await is_charged_what_it_takes(up, name)
+            async with never_exceeding(up, fork_server):
+                if name == "embedder":
+                    await ask_others(up, name)
+                else:
+                    await ask_at_once(up, name, *[120] * 6, max_tokens=100)
+                    for first in range(1, 7):  # attention needs code for each length, of prompts and of decode steps
+                        await ask_at_once(up, name, *range(first, 150, 6), max_tokens=1)
+                    await ask_at_once(up, name, 1, 3, max_tokens=40)
+                await is_charged_what_it_takes(up, name)
+            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
+            await up.has_no_workers()
 
 
 def write_presets_of_experts(folder: Path) -> Path:

@@ -106,9 +106,9 @@ class TransformersEngine:
                 on_larger_step=self._announce_steps if loaded.announces_steps else None,
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
-            self.has_warmed_up, self._steps_later = loaded.has_warmed_up, loaded.later
+            self.has_warmed_up = loaded.has_warmed_up
             if not loaded.announces_steps:
-                self._steps_later += loaded.larger
+                self._steps_later = loaded.larger
             elif self.has_warmed_up:
                 taken = loaded.larger + memory.TAKEN_BY_REQUESTS
                 self._with_steps = self._present + self._grammar_bytes + taken
@@ -124,9 +124,10 @@ class TransformersEngine:
                 loaded.encoder,
                 outbox,
                 budget=options.prefill_chunk,
+                compiles_attention=loaded.compiles_attention,
                 on_larger_step=self._announce_steps if loaded.announces_steps else None,
             )
-            self.encoding, self._steps_later = loaded.encoding, loaded.later
+            self.encoding = loaded.encoding
             if loaded.announces_steps:
                 self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
         self._loop = StepLoop(

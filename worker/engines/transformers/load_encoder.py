@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers.attention.cpu_linear import CpuLinears, onednn_bytes
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
@@ -33,8 +33,8 @@ class LoadedEncoder:
     encoder: Encoder
     encoding: EncodingConfig | None  # of an embedder; None of a cross-encoder
     ctx_size: int  # tokens that one text may have
-    later: int = 0  # as in `LoadedGenerator`
     announces_steps: bool = False  # it announces steps that are larger than those so far
+    compiles_attention: bool = False  # as `CpuLinears.compile_attention`
 
 
 def load(
@@ -60,8 +60,7 @@ def load(
     loaded = loader.load_model(options, config, backends.implementation(options, config), progress, stage_done, built)
     loaded.unmapped.start()
     loaded.unmapped.finish()  # the warmup reads all weights
-    if not options.enforce_eager:
-        CpuLinears(loaded.model)
+    linears = None if options.enforce_eager else CpuLinears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # custom code may have no such attribute
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     is_dummy = options.load_format == "dummy"
@@ -80,10 +79,8 @@ def load(
     overhead.measure()
     stage_done("warmup")
     announces_steps = options.announce_steps and loaded.device.type == "cpu" and memory.inheritance.is_forked
-    # In bfloat16 attention needs a kernel for each length, too.
-    has_kernels = announces_steps and not options.enforce_eager and loaded.dtype == torch.bfloat16
-    later = onednn_bytes(loaded.model)[0] if has_kernels else 0
-    return LoadedEncoder(encoder, encoding, ctx_size, later, announces_steps)
+    compiles_attention = linears is not None and linears.compile_attention
+    return LoadedEncoder(encoder, encoding, ctx_size, announces_steps, compiles_attention)
 
 
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import transformers
 
 from worker.engines.transformers import load_draft
@@ -77,8 +76,7 @@ class LoadedGenerator:
     no_vision: str = TEXT_ONLY  # why it takes no images
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
     has_warmed_up: bool = False  # as in `Ready`
-    later: int = 0  # bytes of main memory that any step may take beyond what the warmup took
-    larger: int = 0  # those that only steps take which are larger than all before
+    larger: int = 0  # bytes of main memory that steps which are larger than all before may take
     announces_steps: bool = False  # it announces steps that are larger than those so far
     has_steady_steps: bool = True  # a step that is not larger than those before takes no more memory
 
@@ -125,13 +123,11 @@ def load(
             is_fast = False  # requests may bring larger steps than the warmup would compute
         warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
         announces_steps = announces_steps and loaded.share is None  # the memory of other ranks is not known here
-        later = larger = 0
+        larger = 0
         if loaded.device.type == "cpu" and (warms_up or announces_steps):
             larger = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
             kernels, reordering = onednn_bytes(loaded.model) if reorders else (0, 0)
-            # In bfloat16 attention needs a kernel for each length, too.
-            later = kernels if loaded.dtype == torch.bfloat16 else 0
-            larger += kernels + reordering - later
+            larger += kernels + reordering
         runner = _first_steps(backend, capacity, prefill_budget, loaded, options, ctx_size, progress, warms_up=warms_up)
     stage_done("warmup")
     return LoadedGenerator(
@@ -152,7 +148,6 @@ def load(
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
         has_steady_steps=is_fast or not _has_experts(loaded),
-        later=later,
         larger=larger,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from worker.engines.transformers.attention.cpu_linear import CpuLinears
+from worker.engines.transformers.attention.cpu_linear import CpuLinears, is_supported
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.loop.generation_loop import LargestStep
 from worker.engines.transformers.run.largest_step import LargestSizes
@@ -115,6 +115,19 @@ def test_a_step_is_larger_by_a_number_of_rows_without_kernels() -> None:
     for count in range(301, 301 + KERNEL_CODES):
         sizes.are_exceeded(20, rows={count})
     assert not sizes.are_exceeded(20, rows={1000}), "the cache of kernels is full"
+
+
+@pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this processor has no kernels for bfloat16")
+def test_a_step_in_bfloat16_is_larger_by_a_shape_of_attention_without_kernels() -> None:
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        linears = CpuLinears(torch.nn.ModuleList([torch.nn.Linear(64, 64, dtype=dtype)]), least_bytes=0)
+        while not linears.are_settled:
+            linears.reorder(0.0)
+        largest = LargestStep(linears)
+        steps = batch((0, 16), (0, 16)), batch((8, 1), (8, 1)), batch((8, 1), (8, 1)), batch((9, 1), (8, 1))
+        found[dtype] = [largest.is_exceeded(step) for step in steps]
+    assert found == {torch.bfloat16: [True, True, False, True], torch.float32: [True, True, False, False]}
 
 
 def test_each_step_is_larger_until_all_weights_are_reordered_and_kernels_are_measured() -> None:

@@ -281,6 +281,11 @@ class CpuLinears:
         return not (self._pending or self._small_batches.has_turns)
 
     @property
+    def compile_attention(self) -> bool:
+        """True if attention of this model needs code for each shape, too: in bfloat16."""
+        return any(layer.weight.dtype == torch.bfloat16 for layer in self._all)
+
+    @property
     def has_layers(self) -> bool:
         return bool(self._all)
 

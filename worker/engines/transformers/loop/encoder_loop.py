@@ -35,12 +35,19 @@ class EncoderLoop:
     """`StepWork` for encoders. Methods run on the step loop's thread unless their docstring names another."""
 
     def __init__(
-        self, encoder: Encoder, outbox: Outbox, *, budget: int, on_larger_step: Callable[[], None] | None = None
+        self,
+        encoder: Encoder,
+        outbox: Outbox,
+        *,
+        budget: int,
+        compiles_attention: bool = False,
+        on_larger_step: Callable[[], None] | None = None,
     ):
-        """One step takes at most `budget` tokens, padding included, or one text. `on_larger_step`: called before a step
-        that is larger than all before."""
+        """One step takes at most `budget` tokens, padding included, or one text. `compiles_attention`: as
+        `CpuLinears.compile_attention`. `on_larger_step`: called before a step that is larger than all before."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
         self._largest, self._on_larger_step = LargestSizes(), on_larger_step
+        self._compiles_attention = compiles_attention
         self._queue: EncoderQueue[EncoderJob] = EncoderQueue()
         self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
@@ -89,7 +96,10 @@ class EncoderLoop:
         texts, longest = len(batch), max(lengths)
         padded = texts * longest
         # Texts are computed one by one if their batch fails, or if the model cannot pad them.
-        return self._largest.are_exceeded(padded, texts, padded * longest, rows={padded, texts, *lengths})
+        shapes = {(texts, longest), *((1, length) for length in lengths)} if self._compiles_attention else frozenset()
+        return self._largest.are_exceeded(
+            padded, texts, padded * longest, rows={padded, texts, *lengths}, shapes=shapes
+        )
 
     def _compute(self, batch: list[tuple[EncoderJob, int]]) -> list[tuple[EncoderJob, int, Any]]:
         """Run a batch. If it fails, run each text alone; a text that fails then ends its request."""

@@ -99,8 +99,12 @@ class LargestStep:
             self._sizes.are_exceeded(*sizes)
             return True
         # One forward has all tokens, or the decoding rows and each prompt have one of their own.
-        counts = {tokens, logits, sum(segment.is_decode for segment in batch), *(segment.length for segment in batch)}
-        return self._sizes.are_exceeded(*sizes, rows=counts - {0})
+        decodes, shapes = sum(segment.is_decode for segment in batch), set()
+        counts = {tokens, logits, decodes, *(segment.length for segment in batch)}
+        if self._linears.compile_attention:
+            shapes = {(decodes, max(segment.end for segment in batch))}
+            shapes |= {(segment.length, segment.end) for segment in batch}
+        return self._sizes.are_exceeded(*sizes, rows=counts - {0}, shapes=shapes)
 
 
 class GenerationLoop:

@@ -181,8 +181,14 @@ class DraftModel:
         tokens, context = sum(part.length for part in parts), sum(part.end for part in parts)
         runs = sum(part.end for part in parts if len(part.table.runs) > 1)
         sizes = tokens, len(parts), drafting, context.bit_length(), runs.bit_length()
-        rows = {tokens, *range(1, drafting + 1)} if self._linears is not None and self._linears.has_layers else ()
-        return self._largest.are_exceeded(*sizes, rows=rows)
+        if self._linears is None or not self._linears.has_layers:
+            return self._largest.are_exceeded(*sizes)
+        shapes = set()
+        if self._linears.compile_attention:
+            room = DRAFT_LOGITS // max(drafting, 1)  # all drafts of a step together have so many tokens
+            shapes = {(part.length, part.end) for part in parts}
+            shapes |= {(drafting, part.end + place) for part in parts for place in range(1, room + 1)}
+        return self._largest.are_exceeded(*sizes, rows={tokens, *range(1, drafting + 1)}, shapes=shapes)
 
     def _reaches(self, segment: Segment) -> bool:
         """True if the draft model has positions for the draft of `segment`."""
