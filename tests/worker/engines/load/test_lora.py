@@ -28,6 +28,8 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
 from worker.engines.transformers.load.lora import LoraAdapters, linear_layers
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter
+from worker.engines.transformers.schedule.scheduler import Segment
+from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, encode_adapters
@@ -114,6 +116,30 @@ async def test_each_sequence_of_a_batch_answers_as_its_adapter_alone(
             tasks.create_task(talk(name, prompt, count, leave))
             for _ in range(source.randrange(30)):
                 await asyncio.sleep(0)
+
+
+def test_compressed_keys_are_expanded_with_the_adapter_of_their_sequence(tmp_path: Path) -> None:
+    """DeepSeek's layer for that sees the cache of all sequences, and not the tokens of the step."""
+    snapshot = tiny.make("deepseek_v2", tmp_path / "m")
+    layers = ["kv_b_proj", "q_b_proj"]
+    paths = {
+        name: lora.make(snapshot, tmp_path / name, seed=seed, target_modules=layers) for seed, name in enumerate("ab")
+    }
+    engine = start(snapshot, paths, max_lora_rank=4)
+    backend = work_of(engine)._backend
+    assert backend.adapters is not None
+    batch = []
+    for row, name in enumerate(["a", "", "b", "a"]):
+        adapter = backend.adapters.find(AdapterChoice(name))
+        if adapter is not None:
+            backend.adapters.slots.acquire(adapter.adapter)
+        tokens = list(range(3, 9 + row))
+        sequence = Sequence(row, len(tokens) - 1, tokens, limit=1, ends=frozenset(), adapter=adapter)
+        backend.runner.run((Segment(sequence, row, 0, len(tokens) - 1),))
+        batch.append(Segment(sequence, row, len(tokens) - 1, 1))
+    alone = torch.cat([backend.runner.run((segment,)) for segment in batch])
+    torch.testing.assert_close(backend.runner.run(tuple(batch)), alone)
+    asyncio.run(engine.close())
 
 
 async def test_preempted_requests_with_adapters_answer_the_same_with_one_slot(

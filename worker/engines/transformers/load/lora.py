@@ -58,6 +58,7 @@ class _LoraGroup:
     slot: int
     scale: float
     rows: slice | torch.Tensor  # a range of rows, or their indices
+    spans: Sequence[tuple[int, int]]  # the same as ranges; empty: all rows
 
     def on(self, device: torch.device) -> "_LoraGroup":
         """The same with indices on `device`, for models on several devices."""
@@ -75,6 +76,7 @@ class _LoraLayer:
     lora_ranks: list[int]  # by slot; 0: the slot's adapter does not change this layer
     active: "_ActiveAdapters"
     divided: int | None  # the dimension of its weight [outputs, inputs] of which this tensor-parallel rank has a slice
+    expands_cache: bool  # its input is not the tokens of the step but all compressed keys so far (DeepSeek)
     plain: Any = None  # the module's forward, while this object replaces it
     own: Any = None  # an instance attribute `forward` that the module had before
 
@@ -82,15 +84,27 @@ class _LoraLayer:
         """`[.., inputs]` to `[.., outputs]`."""
         y: torch.Tensor = self.plain(x)
         rows = x.reshape(-1, x.shape[-1])
-        if self.active.rows is not None and len(rows) != self.active.rows:
-            raise RuntimeError("a layer with an adapter sees other rows than the tokens of the step")
         # The base layer may return a view or an expanded tensor; the additions below are in place.
         y = y.contiguous()
         out = y.view(-1, y.shape[-1])
-        for group in self.active.groups:
+        for group in self._groups(len(rows)):
             if lora_rank := self.lora_ranks[group.slot]:
                 self._add(rows, out, group if isinstance(group.rows, slice) else group.on(out.device), lora_rank)
         return y
+
+    def _groups(self, rows: int) -> Sequence[_LoraGroup]:
+        """The additions of the current step to an input of `rows` rows."""
+        groups, tokens = self.active.groups, self.active.rows
+        if tokens is None or rows == tokens:
+            return groups
+        if not self.expands_cache:
+            raise RuntimeError("a layer with an adapter sees other rows than the tokens of the step")
+        # All sequences of a forward have as many tokens, and this layer sees as many columns of the cache of each.
+        return [
+            replace(group, rows=slice(first * rows // tokens, last * rows // tokens))
+            for group in groups
+            for first, last in group.spans
+        ]
 
     def _add(self, rows: torch.Tensor, out: torch.Tensor, group: _LoraGroup, lora_rank: int) -> None:
         a, b = self.a[group.slot, :lora_rank], self.b[group.slot, :, :lora_rank]
@@ -133,7 +147,7 @@ class LoraAdapters:
         self._share, self._step = share, _ActiveAdapters()
         divided = tensor_parallel_plan.divided_dims(model) if share is not None else {}
         self._layers = {
-            name: self._layer(module, inputs, outputs, model.dtype, divided.get(name))
+            name: self._layer(name, module, inputs, outputs, model.dtype, divided.get(name))
             for name, (module, inputs, outputs) in linear_layers(model).items()
         }
         if not self._layers:
@@ -153,13 +167,13 @@ class LoraAdapters:
         self._stamps: dict[int, tuple[int, ...]] = {}
 
     def _layer(
-        self, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, divided: int | None
+        self, name: str, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, divided: int | None
     ) -> _LoraLayer:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         kind, slots = weight.dtype if weight.is_floating_point() else dtype, self.slots.count
         a = lazy_pages.claim(slots, self._lora_rank, inputs, dtype=kind, device=weight.device)  # the layer's own device
         b = lazy_pages.claim(slots, outputs, self._lora_rank, dtype=kind, device=weight.device)
-        return _LoraLayer(module, a, b, [0] * slots, self._step, divided)
+        return _LoraLayer(module, a, b, [0] * slots, self._step, divided, name.endswith(".kv_b_proj"))
 
     @property
     def bytes(self) -> int:
@@ -352,7 +366,9 @@ class LoraAdapters:
             self._uninstall()
         for load in step.loads:
             self._load(load)
-        self._step.groups = tuple(_LoraGroup(slot, scale, self._rows(spans)) for slot, scale, spans in step.groups)
+        self._step.groups = tuple(
+            _LoraGroup(slot, scale, self._rows(spans), spans) for slot, scale, spans in step.groups
+        )
         self._step.rows = step.rows
         if step.groups and not self._active:
             self._install()
@@ -403,9 +419,9 @@ def _unknown(name: str, known: list[str]) -> str:
 def linear_layers(model: Any) -> Mapping[str, tuple[nn.Module, int, int]]:
     """Linear layers that support adapters, by name, with their numbers of inputs and outputs.
 
-    Their input has one row for each token of the step. That excludes the head, which sees the last tokens only, experts
-    and vision towers. Layers whose weights are read by the code around them are excluded, too, and routers that are
-    linear layers but return the chosen experts.
+    Their input has one row for each token of the step, or for each compressed key. That excludes the head, which sees
+    the last tokens only, experts and vision towers. Layers whose weights are read by the code around them are excluded,
+    too, and routers that are linear layers but return the chosen experts.
     """
     head = model.get_output_embeddings()
     return {
