@@ -36,8 +36,6 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
         return "its weights are quantized"
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
-    if facts.aligned and preset.adapter_slots:
-        return f"this version does not divide adapters of {facts.model_type}"
     for number, what in (
         (facts.heads, "attention heads"),
         (0 if facts.has_latent_keys else facts.kv_heads, "heads of keys and values"),
@@ -113,6 +111,8 @@ def estimate(
 
 def _with_divided_adapters(facts: Checkpoint, ranks: int) -> Checkpoint:
     """Return the facts with the elements of LoRA adapters that one rank has."""
+    if facts.aligned:  # an upper bound: some of its layers are not divided
+        return facts
     # One end of each linear layer is the hidden state, which is not divided: A or B of an adapter is whole there.
     undivided = facts.linears.count * facts.hidden
     lora_elements = undivided + -(-(facts.linears.lora_elements - undivided) // ranks)

@@ -97,11 +97,6 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
         (with_widths(intermediate_size_mlp=8193), {"tensor_parallel": 2}, "it has 8193 columns in its dense MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (
-            replace(LARGE, model_type="jamba", aligned=True),
-            {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
-            "this version does not divide adapters of jamba",
-        ),
-        (
             replace(LARGE, model_type="gpt2"),
             {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
             "this version divides .* this is gpt2",

@@ -325,6 +325,14 @@ class LoraAdapters:
 
     # Steps
 
+    def in_slot(self, slot: int, scale: float) -> AppliedAdapter:
+        """The adapter that was loaded into a slot, for `begin` on a rank that has no names."""
+        adapter = self._by_slot[slot]
+        if adapter is None:
+            adapter = self._by_slot[slot] = LoraAdapter(next(self._numbers), "", "")
+            self.slots.assign(slot, adapter)
+        return AppliedAdapter(adapter, scale)
+
     def begin(self, parts: Sequence[LoraRows]) -> None:
         """Prepare the next forward pass, which has these rows in this order. Raises UnusableAdapter if an adapter's
         files have changed."""

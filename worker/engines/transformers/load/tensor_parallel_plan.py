@@ -92,8 +92,6 @@ def requested_ranks(options: ModelOptions, config: Any) -> int:
         why = "its layers are to be split as well (--layers)"
     elif not why:
         why = reason_against_division(config, count)
-        if not why and options.max_loras and architectures.backend(config) == "aligned":
-            why = f"this version does not divide adapters of {config.model_type}; set enable-lora = off"
         instead = "; pipeline-parallel puts whole layers on each accelerator"
     if why:
         raise StartError(
@@ -171,7 +169,7 @@ def divides_head(model: Any, count: int) -> bool:
 
 def divided_dims(model: Any) -> dict[str, int]:
     """By name of each divided linear layer: the dimension of its weight `[outputs, inputs]` that is divided."""
-    dims = {BY_OUTPUTS: 0, BY_INPUTS: 1}
+    dims = {BY_OUTPUTS: 0, GATHERED: 0, BY_INPUTS: 1}
     return {name: dims[style] for name, style in _module_styles(model).items() if style in dims}
 
 

@@ -31,7 +31,7 @@ from worker.engines.transformers.device.rank_processes import (
     RankProcesses,
 )
 from worker.engines.transformers.load import architectures, layer_split, loader, tensor_parallel_plan
-from worker.engines.transformers.load.lora import LoraStep
+from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
@@ -87,11 +87,12 @@ class FollowerRow(NamedTuple):
     drafted: tuple[int, ...]
     prompt_tokens: int
     prompt_logprobs: bool
+    adapter: tuple[int, float] | None  # its slot and scale
     begin: int  # position of the first of `tokens` in the sequence; no earlier token is needed
     tokens: Sequence[int]
 
-    @property
-    def segment(self) -> Segment:
+    def segment(self, adapters: LoraAdapters | None) -> Segment:
+        """The same as the scheduler's."""
         sequence = schedule.Sequence(
             id=self.row,
             prompt_tokens=self.prompt_tokens,
@@ -99,6 +100,7 @@ class FollowerRow(NamedTuple):
             limit=0,
             ends=frozenset(),
             prompt_logprobs=self.prompt_logprobs,
+            adapter=adapters.in_slot(*self.adapter) if adapters is not None and self.adapter is not None else None,
         )
         return Segment(sequence, self.row, self.start, self.length, drafted=self.drafted)
 
@@ -109,6 +111,7 @@ class FollowerCall(NamedTuple):
     method: Literal["run", "fork", "forget"]
     arguments: tuple[int, ...] = ()
     batch: Sequence[FollowerRow] = ()  # of `run`
+    lora: LoraStep = LoraStep()  # the adapters to load before
 
 
 class Leader:
@@ -194,10 +197,15 @@ class AlignedLeader(AlignedRunner):
             super().__init__(*rest, **named)
 
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Runner.run` and `Leader.step`."""
+        """See `Runner.run` and `Leader.step`. Raises UnusableAdapter before any rank has begun the step."""
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
-        self._send(FollowerCall("run", batch=[self._for_followers(segment) for segment in batch]))
+        lora = LoraStep()
+        if self.adapters is not None:  # all of the step are loaded first, so no forward of it loads any
+            lora = self.adapters.plan([(segment.sequence.adapter, segment.length) for segment in batch])
+        self._send(FollowerCall("run", (), [self._for_followers(segment) for segment in batch], lora))
         with self.leader.step():
+            if self.adapters is not None:
+                self.adapters.apply(lora)
             return super().run(batch)
 
     def fork(self, source: int, target: int) -> None:
@@ -222,7 +230,9 @@ class AlignedLeader(AlignedRunner):
             self.leader.send(call)
 
     def _for_followers(self, segment: Segment) -> FollowerRow:
-        sequence = segment.sequence
+        sequence, adapter = segment.sequence, None
+        if self.adapters is not None and sequence.adapter is not None:
+            adapter = self.adapters.slots.slot(sequence.adapter.adapter), sequence.adapter.scale
         # A model that continues a state with one token at a time computes a lost state from the first token on.
         begin = segment.start if self.continues_states or not self.has_states else 0
         return FollowerRow(
@@ -232,6 +242,7 @@ class AlignedLeader(AlignedRunner):
             segment.drafted,
             sequence.prompt_tokens,
             sequence.prompt_logprobs,
+            adapter,
             begin,
             sequence.tokens[begin:],
         )
@@ -328,6 +339,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     if runner is None:  # it looks at the model's cache with a forward, in which all ranks take part
         runner, _ = make()
         backends.check_cache(runner, config, options.ctx_size)
+        backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
         _report_memory(link, device)
     while True:
         _compute(runner, link.receive())
@@ -343,7 +355,9 @@ def _compute(runner: PagedRunner | AlignedRunner, step: FollowerStep | FollowerC
         return
     assert isinstance(step, FollowerCall)
     if step.method == "run":
-        runner.run(tuple(row.segment for row in step.batch))
+        if runner.adapters is not None:
+            runner.adapters.apply(step.lora)
+        runner.run(tuple(row.segment(runner.adapters) for row in step.batch))
     else:
         getattr(runner, step.method)(*step.arguments)
 

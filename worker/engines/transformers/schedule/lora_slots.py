@@ -63,6 +63,11 @@ class LoraSlots:
         self._users[number] = self._users.get(number, 0) + 1
         return self._slots[number][0]
 
+    def assign(self, slot: int, adapter: LoraAdapter) -> None:
+        """Put an adapter into a slot that another rank has chosen, in place of the one there."""
+        self._slots = {number: held for number, held in self._slots.items() if held[0] != slot}
+        self._slots[adapter.number] = slot, adapter
+
     def release(self, adapter: LoraAdapter) -> None:
         """Count one user less. The adapter keeps its slot until another one needs it."""
         self._users[adapter.number] -= 1
