@@ -1,8 +1,12 @@
+import difflib
+import sys
+from types import FrameType
+
 import pytest
 
 from router.config.presets import Preset
 from router.errors import BadRequest, ModelNotFound
-from router.registry.registry import ModelNames
+from router.registry.registry import MOST_COMPARED, ModelNames
 from worker.protocol.argv import AdapterSource
 
 PRESETS = {
@@ -52,6 +56,24 @@ def test_near_names_are_suggested_and_hidden_ones_are_not() -> None:
     with pytest.raises(ModelNotFound) as found:
         NAMES.find("qven", lambda id: id == "small")
     assert "qwen" not in found.value.message
+
+
+def test_an_unknown_name_is_compared_with_few_of_many_models() -> None:
+    """Comparing it with a thousand would take a tenth of a second, in which no stream goes on."""
+    ids = [f"organisation-{number % 17}/model-{number}-instruct-awq" for number in range(1000)]
+    names, compared = ModelNames({id: Preset(id=id) for id in ids}), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal compared
+        compared += event == "call" and frame.f_code is difflib.SequenceMatcher.real_quick_ratio.__code__
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(ModelNotFound, match="did you mean organisation-9/model-876-instruct-awq or "):
+            names.find("organisation-9/model-876-instruct-gptq")
+    finally:
+        sys.setprofile(None)
+    assert 0 < compared <= MOST_COMPARED
 
 
 def test_a_model_that_the_key_may_not_use_is_unknown() -> None:
