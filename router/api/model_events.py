@@ -78,7 +78,7 @@ async def frames(registry: Registry, key: ApiKey, last_id: int | None, *, snapsh
 
 async def _current(registry: Registry, listed: ListedModel) -> dict[str, Any]:
     """The data of a `status_change` event with the current status of a model."""
-    shown = status(registry.fleet, listed.model, admin=False)
+    shown = status(registry.fleet, listed.model)
     data = {"status": shown["value"]}
     if shown["value"] == "loaded":
         _, data["info"], _ = await registry.snapshots.describe(listed.preset)

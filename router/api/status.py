@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.config.api_keys import ApiKey
-from router.config.effective import args, effective
-from router.config.presets import Preset
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
 from router.fleet.model import Model
@@ -48,7 +46,9 @@ def status_of(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str,
     Models that share a worker have the same status, and `shares` lists the others. Only the first of them has `memory`,
     so that a sum over all models counts each worker once.
     """
-    shown = status(registry.fleet, listed.model, admin=registry.access.is_admin(key), preset=listed.preset)
+    shown = status(registry.fleet, listed.model)
+    if registry.access.is_admin(key):
+        shown |= listed.shown_settings
     others = registry.visible_others(key, listed)
     if others:
         shown["shares"] = others
@@ -57,14 +57,10 @@ def status_of(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str,
     return shown
 
 
-def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = None) -> dict[str, Any]:
-    """The status object of a fleet model. `args` and `preset` are for admins only, and show the listed `preset` if it
-    is given."""
+def status(fleet: Fleet, model: Model) -> dict[str, Any]:
+    """The status object of a fleet model, without its settings, which are for admins only."""
     worker, value = model.shown, value_of(model)
     result: dict[str, Any] = {"value": value, "args": [], "pinned": model.preset.pin}
-    if admin:
-        result["args"] = args(preset or model.preset)
-        result["preset"] = preset_text(preset or model.preset)
     result["in_flight"] = sum(len(other.leases) for other in model.workers if other.state >= State.READY)
     result["queued"] = sum(len(other.leases) for other in model.workers if other.state < State.READY)
     least, most = model.preset.replicas
@@ -183,11 +179,6 @@ def pulse(worker: Worker) -> dict[str, Any] | None:
         "decode_tokens_per_second": last.decode_rate,
         "cache": {"used": last.cache_used, "reusable": last.cache_reusable, "total": last.cache_total},
     }
-
-
-def preset_text(preset: Preset) -> str:
-    """The effective preset as a section of an INI file."""
-    return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
 
 
 def capabilities(listed: ListedModel, facts: Checkpoint | None) -> list[str]:

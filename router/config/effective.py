@@ -30,6 +30,11 @@ def effective(preset: Preset) -> list[tuple[str, str, str]]:
     return rows
 
 
+def section(preset: Preset) -> str:
+    """All settings of a model as a section of an INI file; secrets are masked."""
+    return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
+
+
 def options(settings: Settings) -> dict[str, str]:
     """All options of the router by flag, as text; secrets are masked."""
     values = {option: getattr(settings, option.field) for option in OPTIONS}

@@ -97,7 +97,7 @@ async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
         assert least <= event.data["seconds"] <= most
         assert event.data["seconds"] == pytest.approx(failure.until - world.now, abs=0.1)
         assert event.data["until"] == pytest.approx(event.time + event.data["seconds"], abs=0.1)
-        shown = status(world.fleet, world.fleet.models["a"], admin=False)
+        shown = status(world.fleet, world.fleet.models["a"])
         assert (shown["failed"], shown["error"]) == (True, failure.message)
         assert f"next attempt in {event.data['seconds']:.1f} s" in log.pause_line(event)
         await asyncio.sleep(3)
@@ -112,7 +112,7 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
     world.launcher.models["a"].start_fails = [crash("no such kernel")]
     with pytest.raises(LoadBackoff):
         await world.ask("a")
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    shown = status(world.fleet, world.fleet.models["a"])
     assert (shown["value"], shown["draining"], shown["error"]) == ("loaded", True, "no such kernel")
     assert shown["retry_at"] > 0
     await long
@@ -140,7 +140,7 @@ async def test_a_load_that_cannot_begin_shows_the_cause() -> None:
     for _ in range(2):
         with pytest.raises(LoadFailed, match="cuda:7"):
             await world.ask("a")
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    shown = status(world.fleet, world.fleet.models["a"])
     assert (shown["value"], shown["failed"], shown["reason"]) == ("unloaded", True, "load_failed")
     assert "cuda:7" in shown["error"]
 
@@ -151,7 +151,7 @@ async def test_a_status_shows_the_end_of_a_worker_and_its_time() -> None:
     world.launcher.reading_lag = 2.0
 
     def shown() -> dict[str, Any]:
-        return status(world.fleet, world.fleet.models["a"], admin=False)
+        return status(world.fleet, world.fleet.models["a"])
 
     assert "since" not in shown()
     await world.ask("a", 10.0)
@@ -357,7 +357,7 @@ async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
     await asyncio.sleep(5)
     (worker,) = world.fleet.models["b"].workers
     assert worker.state is State.QUEUED
-    assert "progress" not in status(world.fleet, world.fleet.models["b"], admin=False)
+    assert "progress" not in status(world.fleet, world.fleet.models["b"])
     await busy
     await waiting
 

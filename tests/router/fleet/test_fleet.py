@@ -180,7 +180,7 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
     row = refused.value.extra["devices"]["cpu"]
     assert row == {"required_mib": 20480, "available_mib": 7168, "margin_mib": 1024}
     assert "20480 MiB on cpu where 7168 MiB" in refused.value.message
-    assert status(world.fleet, world.fleet.models["huge"], admin=False)["reason"] == "does_not_fit"
+    assert status(world.fleet, world.fleet.models["huge"])["reason"] == "does_not_fit"
     assert world.journal == ["start a"]
     assert world.fleet.models["huge"].open is None
 

@@ -45,7 +45,7 @@ async def test_a_worker_is_granted_the_whole_steps_that_are_free() -> None:
     await schedule.ask("a")
     assert schedule.worker("a").reserved[CPU] == sum(least.shards) + 10 * least.kv_step[0]
     assert schedule.launcher.kv_tokens["a"] == 1024 + 10 * 16
-    shown = status(schedule.fleet, schedule.fleet.models["a"], admin=False)["kv_cache"]
+    shown = status(schedule.fleet, schedule.fleet.models["a"])["kv_cache"]
     assert shown["granted"] == {"tokens": 1184, "mib": -(-(least.context[0] + 10 * least.kv_step[0]) // MIB)}
     assert (shown["least"]["tokens"], shown["most"]["tokens"]) == (1024, 65536)
 
@@ -56,7 +56,7 @@ async def test_kv_tokens_fix_the_cache() -> None:
     schedule.fleet.models["a"].preset = replace(schedule.fleet.models["a"].preset, kv_tokens=2048)
     await schedule.ask("a")
     assert schedule.launcher.kv_tokens["a"] == 2048
-    shown = status(schedule.fleet, schedule.fleet.models["a"], admin=False)["kv_cache"]
+    shown = status(schedule.fleet, schedule.fleet.models["a"])["kv_cache"]
     assert shown["least"] == shown["granted"] == shown["most"]
 
 

@@ -507,7 +507,7 @@ async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_
     world.files.checkpoint = replace(LLAMA, kv_heads=0)
     await world.ask("a")
     assert world.journal == ["estimate a", "start a"]
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    shown = status(world.fleet, world.fleet.models["a"])
     assert shown["estimate"] == {"source": "exact"}
 
 
@@ -526,7 +526,7 @@ async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_stat
     assert (costs.estimate.source, costs.is_exact) == ("weights", True)
     weights = costs.estimate.weights[0]
     assert world.worker("a").reserved[CPU] >= SAFETY_FACTOR * weights
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
+    shown = status(world.fleet, world.fleet.models["a"])["estimate"]
     assert shown["source"] == "weights"
     assert f"weights x {SAFETY_FACTOR}" in shown["note"]
     estimates = [event.data for event in world.events_of("estimate")]

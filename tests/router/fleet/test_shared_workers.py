@@ -58,6 +58,18 @@ class World:
         return [event.model for event in self.schedule.events_of("removed")]
 
 
+@virtual
+async def test_the_settings_of_a_model_are_written_once_for_all_status_reports() -> None:
+    """The page reads the status of all models once a second."""
+    world = World(a={"ctx_size": 64}, b={})
+    shown = world.shared_workers.find("a").shown_settings
+    assert shown["args"][:4] == ["--model", "/snapshots/m", "--ctx-size", "64"]
+    assert shown["preset"].startswith("[a]\nmodel = /snapshots/m\n")
+    assert world.shared_workers.find("a").shown_settings is shown
+    world.reload(a={"ctx_size": 65}, b={})
+    assert world.shared_workers.find("a").shown_settings["args"][3] == "65"
+
+
 WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
 
 

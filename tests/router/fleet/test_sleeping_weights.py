@@ -57,7 +57,7 @@ async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> Non
     await ask_each(world, "ab")
     assert (value(world, "a"), value(world, "b")) == ("sleeping", "loaded")
     assert world.launcher.used(CPU) == FILES
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    shown = status(world.fleet, world.fleet.models["a"])
     assert shown["memory"] == {"cpu": {"estimated_mib": 128, "measured_mib": 128, "reserved_mib": 128}}
     await world.ask("a")
     await settled(world)

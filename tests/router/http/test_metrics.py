@@ -260,7 +260,7 @@ async def test_a_load_is_timed_by_stage_and_its_progress_is_shown() -> None:
         listen(Progress(stage=stage, done=done, total=GIB if stage == "weights" else 0))
         await asyncio.sleep(5)
     assert samples(metrics)['router_load_progress_ratio{model="a",stage="weights"}'] == 0.25
-    shown = status(world.fleet, world.fleet.models["a"], admin=False)["progress"]
+    shown = status(world.fleet, world.fleet.models["a"])["progress"]
     assert (shown["value"], shown["stage"], shown["unit"]) == (0.225, "weights", "bytes"), "of the whole load"
     assert (shown["done"], shown["total"]) == (GIB // 4, GIB)
     assert shown["rate"] == pytest.approx(GIB / 4 / 5)
