@@ -63,6 +63,7 @@ class ChatFormat:
         return not self.response["fields"].get("content", {}).keys().isdisjoint(("open", "open_pattern"))
 
 
+_RESPONSE = ("<response>", "</response>")  # around ERNIE's content
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
@@ -88,6 +89,9 @@ def _with_reasoning(chat_format: ChatFormat, source: str) -> ChatFormat:
             if chat_format is _KIMI:  # the model may begin its calls without closing the reasoning
                 reasoning = {"open": begin, "close_pattern": rf"{end}|(?={_KIMI_CALLS})", "content": "text"}
             fields = {"reasoning_content": reasoning, **chat_format.response["fields"]}
+            if _RESPONSE[0] in source and _RESPONSE[1] in source:
+                fields["content"] = {"open": _RESPONSE[0], "close": _RESPONSE[1], "content": "text"}
+                fields["stray"] = {"content": "text"}
             return replace(
                 chat_format, response={**chat_format.response, "fields": fields}, reasoning_markers=(begin, end)
             )

@@ -44,6 +44,7 @@ SIGNS = {
     "pythonic": "[func_name1(",
     "array": "JSON array tool_call_name",
     "thinker": "</think>",
+    "ernie": "<tool_call></tool_call> arguments </think> <response></response>",
     "hermes-thinker": "<tool_call></tool_call> arguments </think>",
 }
 BAR, LOW = "\uff5c", "\u2581"
@@ -344,6 +345,13 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ("thinker", "<think>\nHm, well. \n</think>\n\nHello", ("Hm, well.", "Hello", [])),
     ("thinker", "Hello", ("", "Hello", [])),
     ("thinker", "<think>cut off ", ("cut off", "", [])),
+    ("ernie", "<think>\nHm.\n</think>\n\n<response>\nHello\n</response>", ("Hm.", "Hello\n", [])),
+    ("ernie", "Plain after all.", ("", "Plain after all.", [])),
+    (
+        "ernie",
+        '<think>I add.</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n',
+        ("I add.", "", [ADD]),
+    ),
     (
         "hermes-thinker",
         '<think>I must add.</think>\n\nNow:\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
