@@ -108,6 +108,8 @@ def test_do_sample_false_in_a_checkpoint_means_greedy_by_default() -> None:
     ngrams = defaults_of("", {"do_sample": False, "no_repeat_ngram_size": 3})
     assert read({}, ngrams).no_repeat_ngram_size == 3
     assert read({"no_repeat_ngram_size": 0}, ngrams).no_repeat_ngram_size == 0
+    with pytest.raises(InvalidValue, match="no_repeat_ngram_size must be"):
+        read({"no_repeat_ngram_size": 65}, ngrams)
 
 
 def test_a_checkpoint_without_sampling_values_changes_nothing() -> None:
