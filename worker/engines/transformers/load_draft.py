@@ -115,7 +115,10 @@ def make_runner(
 ) -> PagedRunner:
     """The runner of a draft model with a pool of `blocks`. `options`: from `draft_options`."""
     pool = backends.make_pool(config, blocks, model.dtype, device, kv_dtype=options.kv_cache_dtype)
-    return PagedRunner(model, pool, blocks, device)
+    runner = PagedRunner(model, pool, blocks, device)
+    if device.type == "cuda":
+        runner.try_decode_kernel()  # with other heads than the target it has variants of its own
+    return runner
 
 
 def _refused(options: ModelOptions, why: str) -> StartError:

@@ -18,6 +18,7 @@ from tests.worker.families import FAMILIES, SHALLOW
 from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
+from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import paged, paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import snapshot
@@ -204,6 +205,18 @@ def test_the_decode_kernel_is_tried_on_each_device_of_a_split_model(
         split = SplitKvPools(pools, LayerSplit(devices, (1, 1)))
         PagedRunner(runner._model, split, capacity, CUDA).try_decode_kernel()
     assert tried == list(devices)
+
+
+def test_the_decode_kernel_is_tried_for_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a step with drafts compiles it."""
+    tried: list[torch.device] = []
+    monkeypatch.setattr(paged_kernel, "missing", lambda: "")
+    monkeypatch.setattr(torch.cuda, "synchronize", tried.append)
+    with made("llama", tmp_path) as (target, capacity, _):
+        assert isinstance(target, PagedRunner)
+        assert isinstance(capacity, BlockAllocator)
+        load_draft.make_runner(target._model, target._model.config, options(tmp_path), capacity, CUDA)
+    assert tried == [CUDA]
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int8"), ("llama", "f16"), ("gemma2", "int4")])
