@@ -1,12 +1,19 @@
 """scripts/gpu_bundle: the packages that a machine with Python and torch lacks."""
 
+import os
 import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.cli.worker_packages import NEEDED
 from tests.programs import load
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +48,47 @@ def test_each_package_has_its_pinned_version(program: Any) -> None:
     for each in program.wanted("3.11"):
         name, _, version = each.partition("==")
         assert pins[name] == version
+
+
+def wheel(folder: Path, name: str) -> None:
+    """A package without content."""
+    about = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+        file.writestr(f"{about}/RECORD", "".join(f"{path},,\n" for path in (*files, f"{about}/RECORD")))
+
+
+@pytest.mark.slow
+def test_its_script_installs_the_wheels_and_resumes_with_the_results_in_its_folder(
+    program: Any, tmp_path: Path
+) -> None:
+    for name in ("bundle", "out", "bin"):
+        (tmp_path / name).mkdir()
+    wheel(tmp_path / "bundle", "only_in_the_bundle")
+    script = tmp_path / "bundle" / "run.sh"
+    script.write_text(program.SCRIPT)
+    python = tmp_path / "bin" / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
+
+    def run(*options: str) -> str:
+        done = subprocess.run(
+            ["bash", str(script), "--device", "cpu", "--only", "device", *options],
+            cwd=ROOT, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stderr
+
+    assert "passed before" not in run()
+    own = tmp_path / "gpu-check" / "bin" / "python"
+    subprocess.run([own, "-c", "import torch, router, only_in_the_bundle"], check=True, env=environment)
+    (tmp_path / "out" / "gpu.jsonl").rename(tmp_path / "bundle" / "gpu.jsonl")
+    assert "device: passed before" in run("--resume")
