@@ -60,8 +60,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is not None:
                 self._count(result)
                 return result
-        if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[0] and len(args[1]) == 1:
-            return [args[0]]  # the size is a number that is not known: all of it
+        if func is torch.ops.aten.split_with_sizes.default and (parts := _unknown_parts(*args)):
+            return parts
         if traits.as_compiled is not None:
             with self:
                 return traits.as_compiled(*args, **kwargs)
@@ -183,6 +183,14 @@ def _every_row(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torc
     if mask is None or mask.dtype != torch.bool:
         return None
     return tensor.new_empty(mask.numel(), *tensor.shape[mask.ndim :])
+
+
+def _unknown_parts(tensor: torch.Tensor, sizes: list[int], dim: int = 0) -> list[torch.Tensor]:
+    """Return the parts of a tensor that is split by unknown numbers: all of it, then empty parts, as if one expert got
+    all tokens. Return an empty list for sizes that are known."""
+    if sum(sizes) == tensor.shape[dim]:
+        return []
+    return [tensor, *(tensor.narrow(dim, 0, 0) for _ in sizes[1:])]
 
 
 def _dropout(tensor: torch.Tensor, share: float, train: bool) -> torch.Tensor:

@@ -627,6 +627,21 @@ def test_a_storage_counts_once_and_only_while_it_lives() -> None:
     assert live.peak == 1100
 
 
+def test_one_expert_gets_all_tokens_where_their_numbers_are_unknown() -> None:
+    """JetMoE splits tokens among experts by numbers that a trace does not know."""
+    shapes: list[tuple[int, ...]] = []
+
+    def step() -> None:
+        tokens, counts = torch.zeros(6, 8), torch.zeros(3, dtype=torch.int64)
+        parts = tokens.split(counts.tolist())
+        shapes.append(torch.cat([part @ torch.zeros(8, 4) for part in parts]).shape)
+        shapes.extend(part.shape for part in tokens.split([5, 3], dim=1))
+
+    with FakeTensorMode(), torch.inference_mode():
+        live_bytes(step)
+    assert shapes == [(6, 4), (6, 5), (6, 3)]
+
+
 def test_internal_copies_of_operators_count_as_in_the_allocator() -> None:
     wide, half = torch.randn(50, 1000), torch.randn(50, 1000).bfloat16()
     mask = wide > 0
