@@ -379,6 +379,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         config,
         embedding=embedding,
         key_rows=_rows(tensors, ".k_proj.weight"),
+        most_key_rows=_most_rows(tensors, ".k_proj.weight"),
         query_rows=_rows(tensors, ".q_proj.weight"),
         stored_dtype=next((dtype for dtype, _, _ in loaded.values() if "float" in dtype), "float32"),
     )
@@ -426,6 +427,15 @@ def _rows(tensors: Mapping[str, _Tensor], ending: str) -> int:
         if name.endswith(ending) and shape and not any(word in name for word in ("vision", "visual", "audio")):
             return shape[0]
     return 0
+
+
+def _most_rows(tensors: Mapping[str, _Tensor], ending: str) -> int:
+    """Return the most rows of a tensor with this name ending in layers that differ in it; 0 if all layers are alike."""
+    stacks: dict[tuple[str, str], set[int]] = {}
+    for name, (_, shape, _) in tensors.items():
+        if name.endswith(ending) and shape and (layer := LAYER.search(name)):
+            stacks.setdefault((name[: layer.start()], name[layer.end() :]), set()).add(shape[0])
+    return max((max(rows) for rows in stacks.values() if len(rows) > 1), default=0)
 
 
 def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:

@@ -216,12 +216,19 @@ def quantized_numbers(stored: str, bits: int) -> int:
 
 
 def from_config(
-    config: Mapping[str, Any], *, embedding: tuple[int, ...], key_rows: int, query_rows: int, stored_dtype: str
+    config: Mapping[str, Any],
+    *,
+    embedding: tuple[int, ...],
+    key_rows: int,
+    most_key_rows: int,
+    query_rows: int,
+    stored_dtype: str,
 ) -> Checkpoint:
     """Return the facts that `config` states, or that follow from the shapes of tensors if it does not.
 
     `embedding`: the shape of the input embedding; `key_rows`, `query_rows`: rows of the projections of one layer;
-    `stored_dtype`: of the first floating-point tensor. Raises ValueError for numbers that no model can have.
+    `most_key_rows`: of the largest layer if layers differ, else 0; `stored_dtype`: of the first floating-point tensor.
+    Raises ValueError for numbers that no model can have.
     """
     text = _text(config)
     model_type = str(config.get("model_type", ""))
@@ -232,7 +239,9 @@ def from_config(
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers")
     states = min(max(_state_layers(text, layers), 0), layers)
-    heads, kv_heads, head_dim, value_dim, expanded = _heads(text, model_type, hidden, key_rows, query_rows)
+    heads, kv_heads, head_dim, value_dim, expanded = _heads(
+        text, model_type, hidden, key_rows=key_rows, most_key_rows=most_key_rows, query_rows=query_rows
+    )
     method, bits, group = _quantization(config)
     is_encoder_decoder = bool(config.get("is_encoder_decoder"))
     return Checkpoint(
@@ -342,7 +351,7 @@ def _longest_edge(size: Any) -> int:
 
 
 def _heads(
-    config: Mapping[str, Any], model_type: str, hidden: int, key_rows: int, query_rows: int
+    config: Mapping[str, Any], model_type: str, hidden: int, *, key_rows: int, most_key_rows: int, query_rows: int
 ) -> tuple[int, int, int, int, int]:
     """Return query heads, key-value heads, elements of one cached key and value of a head, and elements of all keys and
     values of one token as attention reads them."""
@@ -363,6 +372,10 @@ def _heads(
     elif model_type in ("falcon", "gpt_bigcode"):
         kv_heads = 1 if config.get("multi_query", True) else heads
     kv_heads = kv_heads or (-(-key_rows // head_dim) if head_dim else 0) or heads
+    if most_key_rows and head_dim:
+        # Layers have heads of several sizes (Gemma 4) or several numbers of heads (MiMo-V2). config.json states them
+        # under names of its family, or not at all. All layers are counted as the largest, which is never too little.
+        kv_heads = max(kv_heads, -(-most_key_rows // head_dim))
     return heads, kv_heads, head_dim, head_dim, 2 * heads * head_dim
 
 

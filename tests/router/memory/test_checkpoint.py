@@ -81,6 +81,14 @@ def test_sizes_that_the_config_does_not_state_follow_from_tensors(tmp_path: Path
     assert facts.dtype == "bfloat16"
 
 
+def test_layers_with_keys_of_several_sizes_count_as_the_largest(tmp_path: Path) -> None:
+    rows = {0: 32, 1: 32, 2: 64}
+    keys = {f"model.layers.{layer}.self_attn.k_proj.weight": ("BF16", [size, 64]) for layer, size in rows.items()}
+    tower = {"vision_tower.layers.0.k_proj.weight": ("BF16", [999, 9])}
+    facts = read(snapshot(tmp_path, tensors={**TENSORS, **keys, **tower}, head_dim=16, num_key_value_heads=2))
+    assert (facts.kv_heads, facts.head_dim) == (4, 16)
+
+
 def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
     mla: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     facts = read(snapshot(tmp_path, num_key_value_heads=4, **mla))

@@ -30,7 +30,9 @@ def preset(**changes: Any) -> Preset:
 
 def with_widths(**members: int) -> Checkpoint:
     config = {"hidden_size": 8192, "num_experts_per_tok": 8, **members}
-    stated = from_config(config, embedding=(9, 8192), key_rows=0, query_rows=0, stored_dtype="bfloat16")
+    stated = from_config(
+        config, embedding=(9, 8192), key_rows=0, most_key_rows=0, query_rows=0, stored_dtype="bfloat16"
+    )
     return replace(LARGE, mlp_widths=stated.mlp_widths)
 
 
