@@ -530,6 +530,14 @@ def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path)
     assert "gptq" in str(refused(folder, quantization="none"))
 
 
+def test_an_override_with_sizes_that_do_not_fit_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """torch raises a RuntimeError for them in the first step. It is as final as a ValueError."""
+    folder = tiny.make("qwen3_moe", tmp_path)
+    with pytest.raises(StartError, match=r"'qwen3_moe' does not run .* out of range; if no config-override") as caught:
+        load(folder, config_override='{"num_experts_per_tok": 9}')
+    assert caught.value.exit is Exit.UNUSABLE
+
+
 def test_a_kernel_that_the_first_step_cannot_load_is_named_with_a_way_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,9 @@ from types import TracebackType
 from worker.errors import RankLost, StartError
 
 # Errors that code raises for invalid values, the same each time; torch and devices raise other types.
-OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+_OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+# Parts of torch's messages for sizes that do not fit. They are RuntimeErrors, as passing failures of libraries are.
+_OF_SIZES = ("must match", "out of range", "not in range", "cannot be multiplied", "invalid for input of size")
 # Messages of the CUDA runtime where torch's allocator is not involved (pinned memory, events, graphs), and of its
 # libraries, whose handles take memory, too. The context survives both.
 _DEVICE_IS_FULL = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
@@ -39,6 +41,13 @@ def one_line(error: BaseException, most: int = 240) -> str:
     """The message of `error` in one line of at most `most` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def is_of_code(error: BaseException) -> bool:
+    """True if `error` is one for invalid values, which the same code raises each time."""
+    return isinstance(error, _OF_CODE) or (
+        type(error) is RuntimeError and any(words in str(error) for words in _OF_SIZES)
+    )
 
 
 def comes_from(error: BaseException, package: str) -> bool:

@@ -202,12 +202,13 @@ def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
     become StartError: it would fail again the same way. With `runs` false, the block runs no such code."""
     try:
         yield
-    except cuda_errors.OF_CODE as error:
-        if not runs or not cuda_errors.comes_from(error, "transformers"):
+    except Exception as error:
+        if not runs or not cuda_errors.is_of_code(error) or not cuda_errors.comes_from(error, "transformers"):
             raise
         raise StartError(
             f"architecture {config.model_type!r} does not run here as config.json describes it:"
-            f" {type(error).__name__}: {cuda_errors.one_line(error)}"
+            f" {type(error).__name__}: {cuda_errors.one_line(error)}; if no config-override is the cause, use another"
+            " engine"
         ) from error
 
 
