@@ -633,9 +633,9 @@ def test_one_expert_gets_all_tokens_where_their_numbers_are_unknown() -> None:
 
     def step() -> None:
         tokens, counts = torch.zeros(6, 8), torch.zeros(3, dtype=torch.int64)
-        parts = tokens.split(counts.tolist())
+        parts = tokens.split(counts.tolist())  # type: ignore[no-untyped-call]
         shapes.append(torch.cat([part @ torch.zeros(8, 4) for part in parts]).shape)
-        shapes.extend(part.shape for part in tokens.split([5, 3], dim=1))
+        shapes.extend(part.shape for part in tokens.split([5, 3], dim=1))  # type: ignore[no-untyped-call]
 
     with FakeTensorMode(), torch.inference_mode():
         live_bytes(step)
