@@ -47,7 +47,7 @@ from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.engines.transformers.schedule.sequence import PenaltyCounts
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, RepeatedNgrams
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.errors import SequenceFailed
 from worker.interface import GenerationRequest
@@ -263,6 +263,23 @@ async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_
         collected.append([await drive.collected(0), await drive.collected(1)])
     assert collected[0] == collected[1]
     assert len(set(collected[1][0][:-1])) == 1 < len(set(collected[2][0][:-1])), "what was said last is said again"
+
+
+async def test_the_newest_token_counts_for_ngrams_in_a_step_launched_ahead(runner: Paged) -> None:
+    collected = []
+    for ahead in (True, False):
+        drive = Drive(JournalRunner(runner[0]), runner[1], ahead=ahead)
+        # biased, so that a token would be said again at once
+        how = replace(GREEDY, no_repeat_ngram_size=1, logit_bias={7: 100.0, 8: 90.0})
+        stream = drive.ask(0, most=20, sampling=how)
+        (choice,) = stream.choices
+        choice.ngrams = RepeatedNgrams(choice.sequence, 1)
+        drive.to_the_end()
+        collected.append(await drive.collected(0))
+    assert collected[0] == collected[1]
+    said = collected[0][:-1]
+    assert said[:2] == [7, 8]
+    assert len(set(said)) == len(said)
 
 
 class FakeGrammars:
