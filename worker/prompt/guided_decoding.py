@@ -27,6 +27,13 @@ _OF_MEMBERS = (
 )  # fmt: skip
 _COMBINING = ("not", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
+# keywords of JSON Schema that llguidance does not enforce
+NOT_ENFORCED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+    "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+
 
 def read(fields: BodyFields) -> Grammar | None:
     """Read the grammar from OpenAI's field (`response_format`), llama-server's (`json_schema`, `grammar`), vLLM's
@@ -75,9 +82,15 @@ def _response_format(fields: BodyFields, name: str) -> Grammar | None:
     strict = described.flag("strict") or False
     if described.take("description") is not None:
         fields.mark_unused(f"{described.path}description")
-    # a keyword that cannot be enforced is an error with `strict` and is ignored otherwise
+    # a keyword that cannot be enforced is an error with `strict` and is reported as ignored otherwise
     schema = _one_schema((described, "schema"), (within, "schema"), (within, "value"))
-    return of_schema(schema, f"{name}.json_schema", lenient=not strict)
+    grammar = of_schema(schema, f"{name}.json_schema", lenient=not strict)
+    if not strict:
+        keywords = {keyword for subschema in _subschemas(orjson.loads(grammar.text)) for keyword in subschema}
+        for keyword in NOT_ENFORCED:
+            if keyword in keywords:
+                fields.mark_unused(f"{grammar.field}.{keyword}")
+    return grammar
 
 
 def _one_schema(*places: tuple[BodyFields, str]) -> Any:

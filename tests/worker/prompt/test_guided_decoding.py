@@ -4,12 +4,14 @@ import copy
 import json
 from typing import Any
 
+import jsonschema_specifications  # type: ignore[import-untyped]
 import pytest
+from llguidance import LLMatcher
 
 from worker.errors import InvalidValue, RequestError
 from worker.interface import Grammar
 from worker.prompt.body_reader import BodyFields
-from worker.prompt.guided_decoding import close_schema, read
+from worker.prompt.guided_decoding import NOT_ENFORCED, close_schema, read
 from worker.protocol.dialects.generation_fields import GRAMMAR
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -111,6 +113,35 @@ def test_a_grammar_names_its_field() -> None:
     assert found.field == "structured_outputs.regex"
     with pytest.raises(InvalidValue, match="response_format and guided_json"):
         read(BodyFields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_keywords_that_are_not_enforced_are_reported_without_strict(*, as_text: bool) -> None:
+    items = {"type": "array", "items": {"if": True, "then": True}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"not": items, "b": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"not": {}}}}
+    described = {"name": "x", "schema": json.dumps(schema) if as_text else schema}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": described}
+    fields = BodyFields({"response_format": form}, GRAMMAR)
+    read(fields)
+    keywords = ("not", "if", "then", "uniqueItems")
+    assert fields.check_unknown(strict=True) == tuple(f"response_format.json_schema.{name}" for name in keywords)
+    named: dict[str, Any] = {"properties": {"not": {}, "if": {}}}
+    silent: tuple[dict[str, Any], ...] = ({**described, "strict": True}, {**described, "schema": named})
+    for each in silent:
+        fields = BodyFields({"response_format": {**form, "json_schema": each}}, GRAMMAR)
+        read(fields)
+        assert fields.check_unknown(strict=True) == ()
+
+
+def test_llguidance_enforces_all_other_keywords() -> None:
+    metaschemas = [jsonschema_specifications.REGISTRY[uri].contents for uri in jsonschema_specifications.REGISTRY]
+    keywords = {name for metaschema in metaschemas for name in metaschema.get("properties", {})}
+    refused = set()
+    for keyword in keywords - {"$dynamicAnchor", "$recursiveAnchor"}:  # anchors constrain nothing
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({keyword: {}}))
+        if "Unimplemented keys" in LLMatcher.validate_grammar(grammar):
+            refused.add(keyword)
+    assert set(NOT_ENFORCED) == refused
 
 
 def test_a_schema_in_a_string_has_the_nesting_limit_of_bodies() -> None:
