@@ -144,7 +144,7 @@ def _entries(folder: Path) -> list[tuple[str, bool, int, int]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             size = time = 0
-            if not (is_folder := entry.is_dir()):
+            if not (is_folder := os.path.isdir(entry.path)):  # entry.is_dir raises for links that cannot be followed
                 with contextlib.suppress(OSError):
                     size, time = (facts := entry.stat()).st_size, facts.st_mtime_ns
             found.append((entry.name, is_folder, size, time))

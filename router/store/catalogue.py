@@ -264,7 +264,7 @@ def _models_dir(folder: str) -> tuple[list[FoundModel], list[Problem], str]:
         fault = _unusable(id, path)
         if fault:
             notes.append(Problem(str(path), 0, "", "models-dir", f"is not listed: {fault}"))
-        elif path.is_dir():
+        elif os.path.isdir(path):
             found.append(FoundModel(id, "models_dir", path=str(path)))
     return found, notes, ""
 
@@ -277,21 +277,28 @@ def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         return
     for name in names:
         path = folder / name
-        if not path.is_dir() or _is_model(path):
+        # Not Path.is_dir, which raises for a link into a folder that may not be entered.
+        if not os.path.isdir(path) or _is_model(path):
             yield name, path
             continue
         for inner in _names(str(path), quiet=True):
-            if not (path / inner).is_dir() or _is_model(path / inner):
+            if not os.path.isdir(path / inner) or _is_model(path / inner):
                 yield f"{name}/{inner}", path / inner
 
 
 def _unusable(id: str, path: Path) -> str:
     """Return the reason for which an entry of --models-dir is no model; empty if it is one, or clearly something
     else."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if _is_gguf(path):
             return NO_GGUF
-        return "" if os.path.exists(path) else "it is a link to nothing"
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return "it is a link to nothing"
+        except OSError as error:
+            return f"it cannot be read ({error.strerror})"
+        return ""
     is_snapshot = _is_file(path / "config.json")
     if not is_snapshot and not _is_file(path / "serving.properties"):
         return f"it has GGUF files: {NO_GGUF}; write a section with model = a safetensors folder"

@@ -110,6 +110,13 @@ async def test_a_link_to_a_missing_file_and_a_cycle_of_links_are_watched(file: P
         await calls.once_more()
 
 
+def test_a_link_that_cannot_be_followed_hides_no_other_entry(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / f"far-{name}").symlink_to("x" * 300)
+    assert [name for name, *_ in file_watcher._entries(tmp_path)] == ["a", "b", "c", "far-a", "far-b", "far-c"]
+
+
 async def test_a_file_that_becomes_readable_is_reported(file: Path, calls: Calls) -> None:
     os.chmod(file, 0)
     async with watching([file], calls):
