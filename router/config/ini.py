@@ -10,7 +10,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 MAX_PRESET_BYTES = 1 << 20  # of one file; a guess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
@@ -32,7 +32,7 @@ _JSON = json.JSONDecoder(parse_constant=lambda word: _reject(f"{word} is no JSON
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error or a warning about a file, a flag or a variable. Printed as one line."""
+    """An error or a warning about a file, a flag or a variable. Printed as one line, without control characters."""
 
     file: str  # or the name of the flag or variable
     line: int  # from 1; 0: no line
@@ -45,7 +45,12 @@ class Problem:
         place = f"{self.file}:{self.line}" if self.line else self.file
         section = f"[{self.section}] " if self.section else ""
         hint = f'; did you mean "{self.suggestion}"?' if self.suggestion else ""
-        return f"{place}: {section}{self.message}{hint}" if place else f"{section}{self.message}{hint}"
+        line = f"{place}: {section}{self.message}{hint}" if place else f"{section}{self.message}{hint}"
+        return printable(line)
+
+    def row(self) -> dict[str, str | int]:
+        """The fields as members of a JSON object."""
+        return {name: printable(value) if isinstance(value, str) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,17 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
     if first_line:
         sections.append(Section(name, first_line, tuple(entries)))
     return Document(tuple(sections), tuple(problems))
+
+
+def printable(text: str) -> str:
+    """Escape control characters and bytes that are not UTF-8. Names of folders may have both."""
+    text = text.encode(errors="backslashreplace").decode()
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def is_utf8(path: str) -> bool:
+    """True if a path has no bytes that are not UTF-8; Python has them as halves of surrogate pairs."""
+    return path.isascii() or path.encode(errors="replace").decode() == path
 
 
 def is_name(text: str) -> bool:

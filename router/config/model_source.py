@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from router.config import preset_keys
-from router.config.ini import Problem
+from router.config.ini import Problem, is_utf8
 from router.config.option_types import nearest, shown
 from router.config.precedence import Layer, Setting, SettingReader
 from router.config.presets import GGUF, REPO, repository
@@ -17,6 +17,8 @@ _NO_SNAPSHOT = {
     "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
     "gguf": f"has GGUF files: {NO_GGUF}",
 }
+
+NOT_UTF8 = "has a path that is not UTF-8, which no JSON can contain; rename the folder"
 
 # DJL's model zoo has copies of hub repositories: djl://ai.djl.huggingface.pytorch/org/name.
 _ZOO = re.compile(r"djl://ai\.djl\.huggingface\.\w+/")
@@ -98,8 +100,11 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         presets = "give presets as --models-preset, or " if text.endswith(".ini") else ""
         fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; {presets}name the model's folder")
         return None
-    if kind == "snapshot":
+    if kind == "snapshot" and is_utf8(path):
         return {"path": path}
+    if kind == "snapshot":
+        fail(place, f"{path} {NOT_UTF8}")
+        return None
     if kind:
         what = _NO_SNAPSHOT.get(kind, "has no config.json")
         remedy = "name that model, and the adapter as lora" if kind == "adapter" else _REMEDY

@@ -9,7 +9,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from router import __version__
@@ -138,10 +138,10 @@ class Registry:
                 self._removed.clear()
                 loaded, keys = await asyncio.to_thread(lambda: (self.load(further), self.keys()))
             except ConfigError as error:
-                rows = [{"message": line} for line in error.problems]
-                raise self._reload_failed("settings", error.problems, rows) from None
+                messages = [{"message": line} for line in error.problems]
+                raise self._reload_failed("settings", error.problems, messages) from None
             if loaded.problems:
-                rows = [asdict(problem) for problem in loaded.problems]
+                rows = [problem.row() for problem in loaded.problems]
                 raise self._reload_failed("presets", [str(problem) for problem in loaded.problems], rows)
             self.reloaded_at, self.reload_errors = time.time(), ()
             self.access.keys = keys
@@ -168,7 +168,7 @@ class Registry:
             # All presets are read again, because the new one is checked against them; only the new one is used.
             loaded = await asyncio.to_thread(self.load, self.overrides.sources(found, id=id, section=section))
             if loaded.problems:
-                rows = [asdict(problem) for problem in loaded.problems]
+                rows = [problem.row() for problem in loaded.problems]
                 raise PresetInvalid(f"'{id}' cannot be added: {loaded.problems[0]}", extra={"errors": rows})
             preset = loaded.presets.get(id)
             if preset is None or self._is_taken(id):
@@ -235,7 +235,7 @@ class Registry:
         fetching = any(worker.state is State.DOWNLOADING for worker in listed.model.workers)
         return not fetching and self.files.find(listed.preset) is not None
 
-    def _reload_failed(self, what: str, lines: Sequence[str], rows: list[dict[str, Any]]) -> PresetInvalid:
+    def _reload_failed(self, what: str, lines: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> PresetInvalid:
         """Record a failed reload, emit an event, and return the error for the caller to raise."""
         self.reloaded_at, self.reload_errors = time.time(), tuple(lines)
         self.events.append("config_refused", "*", errors=list(lines))

@@ -17,7 +17,7 @@ from typing import Literal
 from router.config import ini, precedence, resolve
 from router.config.api_keys import ApiKey, configured_keys
 from router.config.ini import Problem
-from router.config.model_source import FoundModel
+from router.config.model_source import NOT_UTF8, FoundModel
 from router.config.named_models import NamedModel, named_models
 from router.config.option_types import nearest
 from router.config.preset_keys import find, is_own
@@ -299,6 +299,8 @@ def _unusable(id: str, path: Path) -> str:
         except OSError as error:
             return f"it cannot be read ({error.strerror})"
         return ""
+    if not ini.is_utf8(str(path)):
+        return f"it {NOT_UTF8}"
     is_snapshot = _is_file(path / "config.json")
     if not is_snapshot and not _is_file(path / "serving.properties"):
         return f"it has GGUF files: {NO_GGUF}; write a section with model = a safetensors folder"

@@ -109,6 +109,7 @@ def test_a_problem_is_one_line_with_its_way_out() -> None:
     problem = Problem("models.ini", 14, "qwen", "ctx-sise", 'unknown key "ctx-sise"', "ctx-size")
     assert str(problem) == 'models.ini:14: [qwen] unknown key "ctx-sise"; did you mean "ctx-size"?'
     assert str(Problem("--port", 0, "", "port", "is no number")) == "--port: is no number"
+    assert str(Problem("models/a\nb\x1b[31m", 0, "", "", "is not listed")) == "models/a\\x0ab\\x1b[31m: is not listed"
 
 
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("[]=\"'{};#\\$:\n\r\t \0"), max_size=200))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from router.config.model_source import NOT_UTF8
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, parse
 from router.errors import ConfigError
@@ -127,6 +128,21 @@ def test_complete_repositories_of_the_cache_are_listed(tmp_path: Path) -> None:
 
 
 # The models folder
+
+
+def test_a_model_whose_path_is_not_utf8_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON cannot contain such a path, so no list of models could be sent."""
+    folder = tmp_path / os.fsdecode(b"M\xfcller")
+    try:
+        snapshot(folder / "phi")
+    except OSError:
+        pytest.skip("this file system has only UTF-8 names")
+    problems, [warning] = lines(read(models_dir=str(folder)))
+    assert problems == []
+    assert warning == f"{tmp_path}/M\\udcfcller/phi: is not listed: it {NOT_UTF8}"
+    monkeypatch.chdir(folder)
+    [problem], _ = lines(read(model="./phi"))
+    assert problem == f"--model: [phi] {tmp_path}/M\\udcfcller/phi {NOT_UTF8}"
 
 
 def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: Path) -> None:
