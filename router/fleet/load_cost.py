@@ -277,18 +277,16 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     ready, main = process.ready, DeviceId(worker.place[0].node, HOST)
     host = ready.measured.get("cpu", 0)
     host += ready.later + ready.unannounced - ready.steps if host else 0  # `steps` are learned already
+    host += estimates.request_bytes(facts, worker.preset) if host and worker.on_host else 0
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
         if ready.steps:  # the figure is an upper bound, and earlier loads were measured exactly
             shards = tuple(map(min, shards, costs.estimate.shards))
-        # What slots of adapters and images will take is part of the estimate only.
-        if is_estimated := exceeds_warmup(worker.preset, facts):
+        if ready.has_warmed_up and exceeds_warmup(worker.preset, facts):
             known = (size - costs.estimate.reserved for size in costs.estimate.shards)
             shards = tuple(map(max, shards, known))
         beside = host if main not in worker.place and costs.estimate.host else 0
-        fleet.learned_estimates.record(
-            costs.key, costs.estimate, shards, beside, steps=ready.has_warmed_up or is_estimated
-        )
+        fleet.learned_estimates.record(costs.key, costs.estimate, shards, beside, steps=ready.has_warmed_up)
 
 
 async def forget_learned(preset: Preset, fleet: Fleet) -> int:

@@ -461,6 +461,13 @@ def picture_bytes(facts: Checkpoint, preset: Preset) -> int:
     return OPENING_BYTES + max(HELD_BYTES, most * facts.picture_elements * DTYPE_BYTES["float32"])
 
 
+def request_bytes(facts: Checkpoint, preset: Preset) -> int:
+    """Return the bytes that requests take in a worker on main memory beside steps and grammars: images, and slots of
+    adapters."""
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
+    return picture_bytes(facts, preset) + adapter_bytes(facts, preset, size)
+
+
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
     """Return the bytes of main memory for weights on their way to an accelerator: buffers, and all weights if they are
     converted or drawn there."""

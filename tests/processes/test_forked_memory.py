@@ -315,7 +315,7 @@ async def test_models_with_drafts_or_adapters_are_charged_what_they_take(tmp_pat
     folders = ("--registration-dirs", str(tmp_path))
     async with router("--models-preset", str(ini), *folders, "--fork-server") as up:
         fork_server = await fork_server_of(up)
-        for name in ("lookup", "drafting", "adapters") * 2:  # the second time what it takes is learned
+        for name in ("lookup", "drafting", "adapters", "adapters"):  # the second time what it takes is learned
             assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
             await up.becomes(name, "loaded")
             await is_charged_what_it_takes(up, name)

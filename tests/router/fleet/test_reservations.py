@@ -167,6 +167,23 @@ async def test_a_first_load_is_charged_for_estimated_steps_as_soon_as_it_announc
 
 
 @virtual
+async def test_slots_of_adapters_are_charged_when_they_are_mapped_and_do_not_lower_what_is_learned() -> None:
+    steps, taken, learned = 40 * MIB, 160 * MIB, []
+    large = replace(with_grammars(40 * MIB), shards=(SHARED + taken + steps,), warmed_up=False, steps=steps)
+    for keys in ({}, {"enable_lora": "on"}):
+        world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": large}, keys={"a": keys}, stated=False)
+        world.files.checkpoint = replace(LLAMA, linears=replace(LLAMA.linears, lora_elements=1 << 18))
+        world.launcher.fork_server = True
+        await world.ask("a")
+        assert world.worker("a").reserved[CPU] == taken + 7 * MIB
+        learned.append(world.fleet.learned_estimates.learned(world.costs("a").key))
+    without, with_slots = learned
+    assert without is not None
+    assert without.beside > (0,)
+    assert with_slots == without
+
+
+@virtual
 async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
     small = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB,), warmed_up=False)
     world = forking(a=small)
