@@ -22,10 +22,11 @@ async def text(up: Router, model: str, **fields: str) -> str:
     return found
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
 async def test_a_rank_that_dies_ends_a_stream_with_an_error_and_the_next_request_finds_a_new_worker(
-    real: Router, tmp_path: Path
+    real: Router, tmp_path: Path, family: str
 ) -> None:
-    snapshot = tiny.make("llama", tmp_path / "tiny", vocab_size=512)
+    snapshot = tiny.make(family, tmp_path / "tiny", vocab_size=512)
     await real.serve_presets(f"[*]\nctx-size = 128\nparallel = 2\n[divided]\nmodel = {snapshot}\ntensor-parallel = 2\n")
     said = await text(real, "divided")
     leader = (await real.workers())["divided"]

@@ -219,10 +219,11 @@ async def test_adapters_give_the_text_of_one_rank(family: str, layers: set[str],
             await texts("db")
 
 
-async def test_an_adapter_whose_files_have_changed_ends_its_request_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "llama4_text"])
+async def test_an_adapter_whose_files_have_changed_ends_its_request_only(family: str, tmp_path: Path) -> None:
     """No rank has begun the step by then, so none is out of step."""
-    folder = tiny.make("llama", tmp_path / "model")
-    paths = {name: lora.make(folder, tmp_path / name) for name in "ab"}
+    folder = tiny.make(family, tmp_path / "model")
+    paths = {name: lora.make(folder, tmp_path / name, target_modules=ATTENTION) for name in "ab"}
     known = encode_adapters([AdapterSource(name=name, path=str(path)) for name, path in paths.items()])
     with ranked(folder, max_loras=1, max_lora_rank=4, max_cpu_loras=1, adapters=known) as (engine, _):
         async with serving(engine), asyncio.timeout(DEADLINE):
@@ -233,8 +234,9 @@ async def test_an_adapter_whose_files_have_changed_ends_its_request_only(tmp_pat
             assert answer.tokens == generated(lora.adapted(folder, paths["b"]), PROMPTS[0], NEW)
 
 
-async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(family: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
     with ranked(folder) as (engine, ranks):
         async with serving(engine), asyncio.timeout(DEADLINE):
             stream = engine.generate(generation(words(9), max_tokens=100))

@@ -12,7 +12,7 @@ worker, and nothing is repeated.
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -215,7 +215,8 @@ class AlignedLeader(AlignedRunner):
 
     def forget(self, row: int) -> None:
         """See `Runner.forget`."""
-        self._send(FollowerCall("forget", (row,)))
+        with suppress(RankLost, StartError):  # answers also end where a rank is lost
+            self._send(FollowerCall("forget", (row,)))
         super().forget(row)
 
     def run_self_check(self, check: Callable[[AlignedRunner], None], *, tokens: int) -> None:
