@@ -58,7 +58,7 @@ class Oracle:
         self.quality, self.texts = quality, [list(text) for text in texts]
         self._random = random.Random(1)
 
-    def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+    def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
 
     catch_up, is_settled = 0.0, True
@@ -211,9 +211,9 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(llama: Path) -
     lengths: list[int] = []
 
     class Journal(Oracle):
-        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+        def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> list[list[int]]:
             lengths.extend(segment.draft_room for segment in segments)
-            return super().draft(batch, segments)
+            return super().draft(batch, segments, saving)
 
     async with serving(speculating(llama)) as engine:
         drafting(engine, Journal(0.0))
@@ -308,9 +308,9 @@ def test_a_draft_model_reads_and_drafts_beside_prompts_only_if_drafts_have_paid(
     class Journal(Oracle):
         calls = 0
 
-        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+        def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> list[list[int]]:
             self.calls += 1
-            return super().draft(batch, segments)
+            return super().draft(batch, segments, saving)
 
     model, length = Journal(0.0), DraftLength.up_to(8)
     drafter = Drafter(length, model)
@@ -532,6 +532,42 @@ async def test_the_draft_model_announces_each_step_that_is_larger_than_all_befor
         assert len(read) > count
         await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
         assert len(announced) > before
+
+
+@pytest.mark.parametrize(("token_seconds", "reads"), [(0.0, True), (1e6, False)], ids=["fast", "slow"])
+async def test_the_draft_model_reads_only_what_takes_less_time_than_drafts_save(
+    llama: Path, token_seconds: float, reads: bool
+) -> None:
+    async with serving(drafted_by(llama, llama, prefill_chunk=16)) as engine:
+        drafter = drafter_of(engine)
+        model = drafter._model
+        assert isinstance(model, DraftModel)
+        drafter.length = DraftLength.up_to(4)
+        model._token_seconds.append(token_seconds)
+        read = read_lengths(drafter)
+        await complete_one(engine, prompts(60)[3], max_tokens=30)
+        assert bool(read) == bool(drafter.drafted) == reads
+
+
+async def test_drafts_begin_when_the_draft_model_has_read_all_sequences(llama: Path) -> None:
+    found: list[list[int]] = []  # lengths of the drafts of each step
+    async with serving(drafted_by(llama, llama, prefill_chunk=16)) as engine:
+        drafter = drafter_of(engine)
+        model = drafter._model
+        assert isinstance(model, DraftModel)
+        draft = model.draft
+
+        def journaled(batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
+            drafts = draft(batch, segments, saving)
+            found.append([len(tokens) for tokens in drafts])
+            return drafts
+
+        model.draft = journaled  # type: ignore[method-assign]
+        drafter.length = DraftLength.up_to(4)  # the first trial of a length begins after some steps without drafts
+        await answers(engine, [generation(prompt, max_tokens=30) for prompt in prompts(60)])
+    assert [0, 0, 0, 0] in found, "four prompts have more tokens than the draft model reads in one step"
+    assert found.index([0, 0, 0, 0]) < found.index([1, 1, 1, 1])
+    assert all(min(lengths) > 0 or max(lengths) == 0 for lengths in found if lengths)
 
 
 async def test_the_draft_model_reads_a_cached_prefix_only_once(llama: Path) -> None:

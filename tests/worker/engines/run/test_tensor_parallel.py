@@ -160,7 +160,7 @@ async def test_ranks_compute_drafts_together(family: str, tmp_path: Path) -> Non
         catch_up, is_settled = 0.0, True
         on_larger_step: Callable[[], None] | None = None
 
-        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+        def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> list[list[int]]:
             texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
             found = []
             for segment in segments:

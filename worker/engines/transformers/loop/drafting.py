@@ -28,8 +28,12 @@ class BatchDrafter(Protocol):
     def is_settled(self) -> bool:
         """True if `reorder` has nothing left to do."""
 
-    def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
-        """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
+    def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
+        """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it.
+
+        saving: seconds that drafts save for each token of a sequence. Where reading what was generated without the
+        draft model would take longer than drafts save, there is no draft.
+        """
 
     def reorder(self, seconds: float) -> None:
         """Spend up to `seconds` on weight layouts that make later steps faster."""
@@ -41,9 +45,8 @@ class Drafter:
     def __init__(self, length: DraftLength, model: BatchDrafter | None = None):
         """`model` drafts for sequences in whose text nothing was found."""
         self.length, self._model = length, model
-        # Seconds that the draft model took for more than the newest tokens: in the last step, and since the last one
-        # that was learned from.
-        self._catch_up = self._catch_up_sum = 0.0
+        self._catch_up = 0.0  # seconds that the draft model took for more than the newest tokens in the last step
+        self._rows, self._saving = 0, 0.0  # of the next step: running sequences, and as in `BatchDrafter.draft`
         self.drafted = self.accepted = 0  # tokens since the start
         self.drafts = 0  # since the start
         self.accepted_at: list[int] = []  # accepted tokens by position in their draft
@@ -65,9 +68,11 @@ class Drafter:
             return True
         return any(segment.sequence.draft_limits for segment in batch) and self.length.choose(len(batch)) > 0
 
-    def next_length(self, decodes: int, has_prompts: bool) -> int:
-        """Tokens to draft for each of `decodes` sequences in the next step."""
-        return self.length.in_use(decodes) if has_prompts else self.length.choose(decodes)
+    def next_length(self, rows: int, has_prompts: bool) -> int:
+        """Tokens to draft for each decoding sequence in the next step, of `rows` running sequences."""
+        length = self.length.in_use(rows) if has_prompts else self.length.choose(rows)
+        self._rows, self._saving = rows, self.length.saving(rows, has_prompts) if length else 0.0
+        return length
 
     def draft(self, batch: Batch, choice_of: Callable[[TokenSequence], RequestChoice]) -> Batch:
         """`batch` with a draft in each segment that has room and for which one was found.
@@ -92,13 +97,12 @@ class Drafter:
     def _reads(self, batch: Batch) -> bool:
         """True if the draft model reads the prompts of `batch`, because they will be drafted for. In a trial it reads
         them when it drafts, where the time is charged to the trial."""
-        has_prompts = self._model is not None and not all(segment.is_decode for segment in batch)
-        return has_prompts and self.length.in_use(len(batch)) > 0
+        return self._model is not None and self._saving > 0.0 and not all(segment.is_decode for segment in batch)
 
     def _from_model(self, model: BatchDrafter, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
         """The drafts of `model` by sequence id. Empty if it fails: an answer does not need its drafts."""
         try:
-            found = model.draft(batch, segments)
+            found = model.draft(batch, segments, self._saving)
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise
@@ -120,17 +124,17 @@ class Drafter:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
         # Of this step only: a step launched ahead has no drafts.
         catch_up, self._catch_up = self._catch_up, 0.0
-        self._catch_up_sum += catch_up
-        if not batch or not all(segment.is_decode for segment in batch):
-            return  # the time of the target's prompts does not depend on drafts
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
+        if not limits or not all(segment.is_decode for segment in batch):
+            # The time of the target's prompts does not depend on drafts.
+            self.length.charge(self._rows, catch_up)
+            return
         chosen = self.length.choose(len(batch))
         # A step without any draft, though some were wanted, is a plain one. The requests' own limits count: they make
         # the length worth less for these requests, and a trial that is never measured would never end.
         is_wanted = any(min(chosen, limit.most) >= max(limit.least, 1) for limit in limits)
-        if limits and is_wanted == any(segment.drafted for segment in batch):
-            self.length.learn(len(batch), chosen, tokens, seconds - catch_up, self._catch_up_sum)
-            self._catch_up_sum = 0.0
+        length = 0 if is_wanted and not any(segment.drafted for segment in batch) else chosen
+        self.length.learn(len(batch), length, tokens, seconds - catch_up, catch_up)
 
     def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
         """Count the tokens drafted for a sequence in a step, and those of them that became output."""

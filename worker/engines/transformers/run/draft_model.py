@@ -8,6 +8,7 @@ the prefix-cache keys state what a block contains. A mistake in this costs accep
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -22,11 +23,11 @@ from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for, next_key
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.engines.transformers.schedule.speculation import accepted
+from worker.engines.transformers.schedule.speculation import NEWEST, TIMES, accepted, is_worth_reading, undelayed
 from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
 
-# The most tokens that a draft model reads of a sequence which had a draft in the step before.
-_NEWEST = DRAFT_LOGITS + 1
+# The time for a token is measured in steps that read so many or more. A guess.
+_MANY = 64
 
 
 class _Part(NamedTuple):
@@ -126,6 +127,7 @@ class DraftModel:
         self.catch_up = 0.0  # as in `BatchDrafter`
         self.on_larger_step: Callable[[], None] | None = None  # as in `BatchDrafter`
         self._largest = LargestSizes()
+        self._token_seconds: deque[float] = deque(maxlen=TIMES)  # for each token, in steps that read many
         self._states: dict[int, _DraftState] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
         self._keys: dict[int, bytes] = {}
@@ -145,21 +147,26 @@ class DraftModel:
             self._linears.reorder(seconds)
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
+    def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
         """See `BatchDrafter`."""
         try:
-            return self._draft(batch, segments)
+            return self._draft(batch, segments, saving)
         except Exception:
             # Keys and values of the failed step may be missing in the pool.
             self._states.clear()
             self._keys.clear()
             raise
 
-    def _draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
+    def _draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
         self._tables.prepare(batch)
         states = {segment.sequence.id: self._state(segment) for segment in batch}
         self._states = states
-        wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
+        prompts = [segment for segment in batch if not segment.is_decode and segment.sequence.draft_limits is not None]
+        wanted = {
+            segment.sequence.id
+            for segment in (*prompts, *filter(self._reaches, segments))
+            if self._pays(segment, saving)
+        }
         parts, tokens, ready = self._unread(batch, wanted)
         found: dict[int, list[int]] = {}
         self.catch_up = 0.0
@@ -168,9 +175,12 @@ class DraftModel:
                 self.on_larger_step()
             begin = time.monotonic()
             newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
-            # More than a step can have accepted. On an accelerator this is the time of the launch only.
-            behind = sum(part.length for place, part in enumerate(parts) if place not in ready or part.length > _NEWEST)
-            self.catch_up = (time.monotonic() - begin) * behind / len(tokens)
+            each = (time.monotonic() - begin) / len(tokens)  # on an accelerator, this is the time of the launch only
+            if len(tokens) >= _MANY:
+                self._token_seconds.append(each)
+            self.catch_up = each * sum(
+                part.length for place, part in enumerate(parts) if place not in ready or part.length > NEWEST
+            )
             if ready:
                 found = self._continue(list(ready.values()), newest)
         return [found.get(segment.sequence.id, []) for segment in segments]
@@ -194,6 +204,12 @@ class DraftModel:
         """True if the draft model has positions for the draft of `segment`."""
         return not self._positions or segment.end + segment.draft_room <= self._positions
 
+    def _pays(self, segment: Segment, saving: float) -> bool:
+        """True if drafts are expected to save more time than reading the unread tokens of `segment` takes."""
+        sequence = segment.sequence
+        unread, left = len(sequence.tokens) - self._states[sequence.id].tokens, sequence.limit - sequence.output_tokens
+        return is_worth_reading(unread, left, undelayed(self._token_seconds), saving)
+
     def _state(self, segment: Segment) -> _DraftState:
         """The draft state of the segment's sequence, after its newest tokens."""
         sequence, table = segment.sequence, self._tables.table(segment)
@@ -216,18 +232,19 @@ class DraftModel:
         return len(table.keys) * BLOCK_TOKENS
 
     def _unread(self, batch: Batch, wanted: set[int]) -> tuple[list[_Part], list[int], dict[int, Segment]]:
-        """Parts to read, their tokens, and by part the segments that can be drafted for after them.
+        """Parts of the sequences in `wanted` to read, their tokens, and by part the segments to draft for after them.
 
-        Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step.
+        Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step. There
+        are no drafts before all are read: a trial would measure the drafts of some sequences only.
         """
         parts: list[_Part] = []
         tokens: list[int] = []
         ready: dict[int, Segment] = {}
-        left = self._chunk
+        left, is_behind = self._chunk, False
         for segment in batch:
             sequence = segment.sequence
             state = self._states[sequence.id]
-            if sequence.draft_limits is None or (segment.is_decode and sequence.id not in wanted):
+            if sequence.id not in wanted:
                 continue
             end = min(len(sequence.tokens), segment.end)
             if self._positions:
@@ -237,13 +254,14 @@ class DraftModel:
                 continue
             left -= count
             until = state.tokens + count
-            if segment.is_decode and until == len(sequence.tokens):
+            if segment.is_decode:
                 ready[len(parts)] = segment
+                is_behind = is_behind or until < len(sequence.tokens)
             parts.append(_Part(state.tokens, until, state.table))
             tokens += sequence.tokens[state.tokens : until]
             self._forget_keys(state, until)
             state.tokens = until
-        return parts, tokens, ready
+        return parts, tokens, {} if is_behind else ready
 
     def _forget_keys(self, state: _DraftState, end: int) -> None:
         """Forget what the blocks contain that are written from the state's end to `end`."""

@@ -206,8 +206,8 @@ class Scheduler:
         prompt_budget: the most prompt tokens of this step, capped to the chunk size. At least one prompt token is
             computed if a prompt is waiting. A callable is called only if there are prompts, and after admission, since
             the budget depends on the running sequences.
-        draft_length: the number of tokens to draft for each of n decoding sequences, in a step with or without prompts.
-            A draft gets blocks only where some are free (`Segment.draft_room`).
+        draft_length: the number of tokens to draft for each decoding sequence, of n running ones, in a step with or
+            without prompts. A draft gets blocks only where some are free (`Segment.draft_room`).
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
@@ -218,8 +218,9 @@ class Scheduler:
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
         decodes = list(self._decodes())
         prompts = self._prefill(prompt_budget)
-        if draft_length is not None and any(segment.sequence.draft_limits for segment in decodes):
-            decodes = self._with_draft_room(decodes, draft_length(len(decodes), bool(prompts)))
+        length = draft_length(self.running, bool(prompts)) if draft_length is not None else 0
+        if length and decodes:
+            decodes = self._with_draft_room(decodes, length)
         return (*sorted(decodes, key=_cache_location), *prompts)
 
     def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:

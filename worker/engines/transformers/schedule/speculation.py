@@ -12,17 +12,17 @@ high temperatures, but it needs the draft's probabilities and gives other texts 
 PURE: numbers only.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from worker.protocol.memory import DRAFT_LOGITS
 
 # Accepted tokens are averaged over about _MEMORY steps, the time for prompts over more: they are rare. Guesses.
 _MEMORY, _CATCH_UP_MEMORY = 16, 128
-# The seconds of a step are a low quantile of the last _TIMES steps, a quarter from the shortest: other processes delay
-# steps, and never make them faster. Guesses, checked with simulated delays in tests/worker/engines/schedule.
-_TIMES = 9
+# Steps whose seconds are kept for `undelayed`. A guess, checked with simulated delays in the tests.
+TIMES = 9
 # A trial of a draft length takes _TRIAL_STEPS steps. The first is not measured: the draft model may have to read what
 # was generated without it. Trials may lose _TRIAL_SHARE of the time. Each is charged for _LEAST_CHARGE of its own time
 # at least, so that trials that lose nothing do not follow one another. Guesses.
@@ -31,6 +31,13 @@ _TRIAL_STEPS, _TRIAL_SHARE, _LEAST_CHARGE = 4, 0.01, 0.1
 _HOPELESS = 0.92
 # The least gain for which drafts begin, since measurements vary. A guess.
 _LEAST_GAIN = 1.05
+# In a trial, the share of the time that drafts are assumed to save. It bounds what the draft model reads for trials. A
+# guess.
+_TRIAL_SAVING = 1 / 8
+# The most tokens that the draft model has not read of a sequence for which it drafted in the step before.
+NEWEST = 2
+# Further tokens that are expected of an answer, if its own limit is not nearer. A guess.
+_EXPECTED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,20 @@ def accepted(drafted: Sequence[int], chosen: Sequence[int | None]) -> int:
         if draft != choice:
             return count
     return min(len(drafted), len(chosen))
+
+
+def undelayed(times: Collection[float]) -> float:
+    """The first quartile: other processes delay steps, and never make them faster. 0 if there are none."""
+    return sorted(times)[len(times) // 4] if times else 0.0
+
+
+def is_worth_reading(unread: int, left: int, token_seconds: float, saving: float) -> bool:
+    """True if the drafts for a sequence are expected to save more time than reading what they need takes.
+
+    unread: its tokens that the draft model has not read, each in `token_seconds`. left: the most tokens that it may
+    still get. saving: seconds that drafts save for each of them.
+    """
+    return unread <= NEWEST or unread * token_seconds <= min(left, _EXPECTED) * saving
 
 
 class PromptLookup:
@@ -82,7 +103,7 @@ class PromptLookup:
 class _Measured:
     """The steps of one draft length and batch size."""
 
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))  # seconds of the last steps
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES))  # seconds of the last steps
     steps: int = 0
     tokens: float = 0.0  # of a sequence in a step, moving average
 
@@ -94,7 +115,7 @@ class _Measured:
     @property
     def seconds(self) -> float:
         """Of a step that no other process delayed. 0 without measurements."""
-        return sorted(self.times)[len(self.times) // 4] if self.times else 0.0
+        return undelayed(self.times)
 
 
 @dataclass(slots=True)
@@ -121,6 +142,12 @@ class _LengthChoice:
         # which nothing is accepted seem to pay.
         seconds = max(measured.seconds, self.measured[0].seconds)
         return measured.tokens / (seconds + (self.catch_up if length else 0.0))
+
+    @property
+    def saving(self) -> float:
+        """Seconds that drafts of the best length save for each token of a sequence, without the time for prompts."""
+        plain, best = self.measured[0].seconds, self.measured[self.best]
+        return plain - max(best.seconds, plain) / best.tokens if self.best else 0.0
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Begin a trial of the first of `lengths`; none if there is none."""
@@ -177,17 +204,26 @@ class DraftLength:
             return self.choose(rows)
         return self._choice_for(rows).best
 
+    def saving(self, rows: int, has_prompts: bool) -> float:
+        """Seconds that drafts save for each token of one of `rows` sequences. At least the assumption in trials."""
+        if len(self.lengths) == 1:
+            return math.inf
+        choice = self._choice_for(rows)
+        assumed = _TRIAL_SAVING * choice.measured[0].seconds if choice.trials and not has_prompts else 0.0
+        return max(choice.saving, assumed) / rows
+
     def learn(self, rows: int, length: int, tokens: int, seconds: float, catch_up: float = 0.0) -> None:
         """Record a step of `rows` decoding sequences, with drafts of up to `length` tokens, that gave `tokens`.
 
-        catch_up: further seconds, since the last call, that the draft model has spent on more than the newest tokens.
+        catch_up: as in `charge`, in addition to `seconds`.
         """
-        if len(self.lengths) == 1 or rows > DRAFT_LOGITS or length != self.choose(rows):
+        self.charge(rows, catch_up)
+        if len(self.lengths) == 1 or rows > DRAFT_LOGITS or length not in (0, self.choose(rows)):
             return  # a trial has begun or ended since the step's drafts were made
         choice = self._choice_for(rows)
-        if choice.trials:
+        if choice.trials and length == choice.trials[0]:
             choice.steps_left -= 1
-            choice.seconds += seconds + catch_up
+            choice.seconds += seconds
             choice.tokens += tokens / rows
             if choice.steps_left < _TRIAL_STEPS - 1:
                 choice.measured[length].learn(tokens / rows, seconds)
@@ -196,12 +232,24 @@ class DraftLength:
             return
         choice.measured[length].learn(tokens / rows, seconds)
         if length:
-            choice.catch_up += (catch_up - choice.catch_up) / _CATCH_UP_MEMORY
+            choice.catch_up -= choice.catch_up / _CATCH_UP_MEMORY
         choice.credit += _TRIAL_SHARE * seconds
+        if choice.trials:
+            return  # a step of the trial in which nothing could be drafted
         if choice.credit >= 0.0:
             choice.begin(self._others(choice))
         elif choice.rate(length) < choice.rate(0):
             choice.begin((0,))
+
+    def charge(self, rows: int, catch_up: float) -> None:
+        """Record seconds that the draft model has spent on more than the newest tokens of `rows` sequences."""
+        if not catch_up or len(self.lengths) == 1 or rows > DRAFT_LOGITS:
+            return
+        choice = self._choice_for(rows)
+        if choice.trials:
+            choice.credit -= catch_up
+        else:
+            choice.catch_up += catch_up / _CATCH_UP_MEMORY
 
     def _choice_for(self, rows: int) -> _LengthChoice:
         """The choice for batches of about this size: sizes with the same number of binary digits share one."""
@@ -210,8 +258,13 @@ class DraftLength:
             # The scheduler makes longer drafts shorter, so they would be tried for nothing.
             fewest = 1 << rows.bit_length() - 1
             lengths = [length for length in self.lengths if length * fewest <= DRAFT_LOGITS]
-            choice = self._choices[rows.bit_length()] = _LengthChoice({length: _Measured() for length in lengths})
-            choice.begin(lengths)
+            choice = _LengthChoice({length: _Measured() for length in lengths})
+            # Where drafts have not paid for any other size, the first trial may wait as long as the next one there.
+            if self._choices and not any(other.best for other in self._choices.values()):
+                choice.credit = min(other.credit for other in self._choices.values())
+            else:
+                choice.begin(lengths)
+            self._choices[rows.bit_length()] = choice
         return choice
 
     def _others(self, choice: _LengthChoice) -> Sequence[int]:
