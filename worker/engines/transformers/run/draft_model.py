@@ -3,8 +3,9 @@
 Its keys and values are in a pool of its own. If the target has paged attention, they are at the positions of the
 target's block tables, so blocks are allocated, shared and freed for both pools at once (`TargetTables`). If the target
 has an aligned cache, each row has blocks of its own (`RowTables`). The draft model reads the tokens that it has not
-computed yet when a draft is asked for, usually the last one or two. A cached prefix is read only where it has not been:
-the prefix-cache keys state what a block contains. A mistake in this costs accepted tokens and never changes a text.
+computed yet when a draft is asked for, usually the last one or two. A sequence with more of them is read only if its
+drafts are expected to save more time than that takes. A cached prefix is read only where it has not been: the
+prefix-cache keys state what a block contains. A mistake in this costs accepted tokens and never changes a text.
 """
 
 import time

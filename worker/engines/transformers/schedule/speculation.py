@@ -23,9 +23,9 @@ from worker.protocol.memory import DRAFT_LOGITS
 _MEMORY, _CATCH_UP_MEMORY = 16, 128
 # Steps whose seconds are kept for `undelayed`. A guess, checked with simulated delays in the tests.
 TIMES = 9
-# A trial of a draft length takes _TRIAL_STEPS steps. The first is not measured: the draft model may have to read what
-# was generated without it. Trials may lose _TRIAL_SHARE of the time. Each is charged for _LEAST_CHARGE of its own time
-# at least, so that trials that lose nothing do not follow one another. Guesses.
+# A trial of a draft length takes _TRIAL_STEPS steps with drafts. The first is not measured: the draft model may read
+# the last part of what was generated without it. Trials may lose _TRIAL_SHARE of the time. Each is charged for
+# _LEAST_CHARGE of its own time at least, so that trials that lose nothing do not follow one another. Guesses.
 _TRIAL_STEPS, _TRIAL_SHARE, _LEAST_CHARGE = 4, 0.01, 0.1
 # Longer drafts than one that gives less than this share of the best rate are not tried. A guess.
 _HOPELESS = 0.92
