@@ -20,11 +20,11 @@ from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
 from worker.protocol.dialects.responses import (
     CHAT_FIELDS,
     INCLUDED,
+    LABELS,
     REASONING,
     RESPONSES,
     STREAM_OPTIONS,
     TEXT_OPTIONS,
-    WITHOUT_EFFECT,
 )
 
 _STATELESS = "requests are stateless; send the whole conversation in input"
@@ -162,6 +162,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         "tools": [{"type": "function", **dict.fromkeys(_OF_FUNCTION), **tool["function"]} for tool in tools],
         "top_logprobs": top,
         "truncation": fields.choice("truncation") or "disabled",
+        **{name: label if isinstance(label := fields.take(name), str) else None for name in LABELS},
     }
     return chat_body, repeated_fields
 
@@ -322,7 +323,7 @@ class ResponsesWriter(ReplyWriter):
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "service_tier": "default",
-            **dict.fromkeys(WITHOUT_EFFECT),
+            "max_tool_calls": None,
             **repeated_fields,
         }
         self._output: list[Json] = []

@@ -54,17 +54,17 @@ async def test_a_response() -> None:
 async def test_a_response_has_the_members_that_open_responses_requires() -> None:
     tool = {"type": "function", "name": "weather"}
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-    unused = {"max_tool_calls": 2, "safety_identifier": "s", "prompt_cache_key": "p"}
+    labels = {"safety_identifier": "s", "prompt_cache_key": "p"}
     async with serving(chat_template=TOOLS) as world:
-        status, _, body = await world.post("/v1/responses", {**HI, "tools": [tool], **penalties, **unused})
+        status, _, body = await world.post("/v1/responses", {**HI, "tools": [tool], **penalties, **labels})
         assert status == 200
-        assert {name: body[name] for name in penalties} == penalties
-        assert {body[name] for name in unused} == {None}
-        assert body["service_tier"] == "default"
+        assert {name: body[name] for name in (*penalties, *labels)} == {**penalties, **labels}
+        assert (body["service_tier"], body["max_tool_calls"]) == ("default", None)
         assert body["tools"] == [{**tool, "description": None, "parameters": None, "strict": None}]
         assert body["completed_at"] >= body["created_at"]
         _, _, cut = await world.post("/v1/responses", {**HI, "max_output_tokens": 3})
         assert (cut["status"], cut["completed_at"]) == ("incomplete", None)
+        assert {cut[name] for name in labels} == {None}
 
 
 async def test_a_response_accepts_further_fields_of_chats() -> None:

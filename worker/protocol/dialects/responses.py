@@ -94,8 +94,8 @@ CHAT_FIELDS: Body = {
 }
 # Values of `include`. The first one is reported as ignored: reasoning is not encrypted.
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
-# Request fields without effect. A response has them as null.
-WITHOUT_EFFECT = ("max_tool_calls", "safety_identifier", "prompt_cache_key")
+# Request fields without effect, of any type. A response repeats texts.
+LABELS = ("safety_identifier", "prompt_cache_key")
 _ALLOWED_TOOLS: Body = {
     "mode": required(choice(openai.ALLOWED_MODES)),
     "tools": required(array(_FUNCTION, least=1, about="By their names; others are not shown.")),
@@ -124,6 +124,7 @@ RESPONSES: Body = {
         0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
     ),
     "metadata": or_null(ANY_OBJECT),
+    **members(NO_EFFECT, *LABELS),
     "previous_response_id": one_of([""], _STATELESS),
     "conversation": one_of([], _STATELESS),
     "store": flag("No effect: nothing is stored, and the response has store false."),
@@ -181,7 +182,8 @@ COMPONENTS: Mapping[str, Schema] = {
             "model": TEXT,
             "status": _STATUS,
             "incomplete_details": or_null(shape({"reason": const("max_output_tokens")})),
-            **members(NULL, "error", "previous_response_id", *WITHOUT_EFFECT),
+            **members(NULL, "error", "previous_response_id", "max_tool_calls"),
+            **members(or_null(TEXT), *LABELS),
             **members(const(False), "store", "background"),
             **members(NUMBER, "temperature", "top_p", "presence_penalty", "frequency_penalty"),
             "truncation": enum("auto", "disabled"),
