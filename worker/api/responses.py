@@ -31,7 +31,6 @@ _STATELESS = "requests are stateless; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _OF_FUNCTION = ("description", "parameters", "strict")
 _LOGPROBS = "message.output_text.logprobs"
-_ENCRYPTED = "reasoning.encrypted_content"
 
 
 async def responses(body: Json, model: ServedModel) -> GenerationCall:
@@ -112,9 +111,9 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
     included = fields.sequence("include") or []
     for name in included:
         if name not in INCLUDED:
-            raise UnsupportedField(f"include supports only {' and '.join(INCLUDED)}", param="include")
-        if name == _ENCRYPTED:
-            fields.mark_unused(f"include[{name}]")  # no effect: reasoning is not encrypted
+            raise UnsupportedField(f"include supports only {', '.join(INCLUDED)}", param="include")
+        if name != _LOGPROBS:
+            fields.mark_unused(f"include[{name}]")
     top = logprob_options.alternatives(fields, "top_logprobs", model.options.max_logprobs) or 0
     instructions = fields.text("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []

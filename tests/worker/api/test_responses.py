@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import typing
 from typing import Any
 
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseIncludable
 
 from tests.worker.chatting import model, whole
 from tests.worker.clients import openai_client
@@ -16,6 +18,7 @@ from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaki
 from worker.api.responses import responses
 from worker.errors import ContextExceeded
 
+LOGPROBS = "message.output_text.logprobs"
 HI: Any = {"model": "m", "input": "hi"}
 HI_THERE: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "parameters": SCHEMA, "strict": False}
@@ -317,8 +320,8 @@ async def test_a_request_to_store_the_response_is_reported_as_ignored() -> None:
         assert body["store"] is False
 
 
-async def test_encrypted_reasoning_is_reported_as_ignored() -> None:
+@pytest.mark.parametrize("included", sorted(set(typing.get_args(ResponseIncludable)) - {LOGPROBS}))
+async def test_what_no_response_includes_is_reported_as_ignored(included: str) -> None:
     async with serving() as world:
-        asked = {**HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
-        status, headers, _ = await world.post("/v1/responses", asked)
-        assert (status, headers["X-Ignored-Fields"]) == (200, "include[reasoning.encrypted_content]")
+        status, headers, _ = await world.post("/v1/responses", {**HI, "include": [included, LOGPROBS]})
+        assert (status, headers["X-Ignored-Fields"]) == (200, f"include[{included}]")

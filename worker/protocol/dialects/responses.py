@@ -92,8 +92,18 @@ CHAT_FIELDS: Body = {
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
-# Values of `include`. The first one is reported as ignored: reasoning is not encrypted.
-INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+# Values of `include`. All but the first are reported as ignored: reasoning is not encrypted, hosted tools are not run,
+# and items of the input are not repeated.
+INCLUDED = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 # Request fields without effect, of any type. A response repeats texts.
 LABELS = ("safety_identifier", "prompt_cache_key")
 _ALLOWED_TOOLS: Body = {
