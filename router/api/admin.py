@@ -204,4 +204,4 @@ async def _frames(items: AsyncIterator[T], to_frame: Callable[[T], bytes]) -> As
 
 def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str)
-    return f"id: {id}\nevent: {kind}\ndata: {text}\n\n".encode()
+    return f"id: {id}\nevent: {kind}\ndata: {text}\n\n".encode(errors="replace")

@@ -94,7 +94,7 @@ def frame(id: int | None, model: str, event: str, data: Mapping[str, Any]) -> by
     id of the event before and receives all of them again.
     """
     body = json.dumps({"model": model, "event": event, "data": data}, ensure_ascii=False, separators=(",", ":"))
-    return ("" if id is None else f"id: {id}\n").encode() + f"data: {body}\n\n".encode()
+    return ("" if id is None else f"id: {id}\n").encode() + f"data: {body}\n\n".encode(errors="replace")
 
 
 async def render(registry: Registry, event: Event, name: str, *, last: bool = True) -> list[bytes]:

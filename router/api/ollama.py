@@ -179,7 +179,7 @@ def _progress(worker: Worker, digest: str) -> bytes:
 
 
 def _line(**fields: Any) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
 
 
 async def _entry(registry: Registry, listed: ListedModel) -> dict[str, Any]:

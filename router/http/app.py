@@ -29,7 +29,7 @@ from router.http.pipeline import (
 )
 from router.http.proxy import Proxy
 from router.http.request import Incoming
-from router.http.response import SERVER, own_headers
+from router.http.response import SERVER, json_bytes, own_headers
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
@@ -217,7 +217,7 @@ class Dispatcher:
             return await self._stream(request, result)
         reply = result if isinstance(result, JsonReply) else JsonReply(result)
         return web.Response(
-            body=orjson.dumps(reply.body),
+            body=json_bytes(reply.body),
             status=reply.status,
             headers=reply.headers,
             content_type="application/json",

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import fcntl
+import json
 import math
 import socket
 import struct
 import termios
 import time
 from collections.abc import Awaitable, Mapping
+from typing import Any
 
 import orjson
 
@@ -32,6 +34,16 @@ def own_headers(id: str) -> dict[str, str]:
     return {"Server": SERVER, "X-Request-Id": id, "request-id": id}
 
 
+def json_bytes(value: Any) -> bytes:
+    """JSON of `value`. orjson writes nearly everything. It raises for what files of a hostile model may contain: half a
+    surrogate pair, which becomes a question mark, and integers of more than 64 bits."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        plain = json.loads(json.dumps(value), parse_constant=lambda _: None)  # no NaN and infinity, like orjson
+        return json.dumps(plain, ensure_ascii=False).encode(errors="replace")
+
+
 def render_error(error: ApiError, dialect: Dialect, request_id: str) -> tuple[dict[str, str], bytes]:
     """Headers, without `own_headers`, and body of an error response."""
     headers = {
@@ -41,7 +53,7 @@ def render_error(error: ApiError, dialect: Dialect, request_id: str) -> tuple[di
     }
     if error.retry_after is not None:
         headers["Retry-After"] = str(min(MAX_RETRY_AFTER, whole_seconds(error.retry_after)))
-    return headers, orjson.dumps(error_body(dialect, error, request_id=request_id))
+    return headers, json_bytes(error_body(dialect, error, request_id=request_id))
 
 
 def whole_seconds(seconds: float) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,25 @@ async def test_a_reload_restarts_only_what_has_changed(up: Router, tmp_path: Pat
     assert (row["section"], row["key"], row["line"]) == ("b", "ctx-sise", len(good.splitlines()) + 1)
     assert "ctx-size" in str(row)
     assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
+
+
+async def test_lists_have_a_model_whose_files_no_json_can_contain(up: Router, tmp_path: Path) -> None:
+    """Half a surrogate pair and a number of more than 64 bits, which orjson does not write."""
+    await up.serve(tmp_path, {"a": {}, "odd": {}})
+    file = tmp_path / "snapshots" / "odd" / "config.json"
+    config = {
+        **json.loads(file.read_text()),
+        "torch_dtype": "\ud83d",
+        "quantization_config": {"quant_method": "\ud83d"},
+    }
+    file.write_text(json.dumps(config))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**30], "data_offsets": [0, 16]}}).encode()
+    (file.parent / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    assert (await up.client.post("/v1/chat/completions", json=chat("odd"))).status_code != 200
+    for path in ("/v1/models", "/models", "/api/tags", "/router/state", "/router/logs", "/v1/models/odd"):
+        response = await up.client.get(path)
+        assert response.status_code == 200, path
+        assert orjson.loads(response.content), path
 
 
 async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothing(tmp_path: Path) -> None:
