@@ -177,6 +177,34 @@ def test_every_part_passes_on_the_cpu(tmp_path: Path) -> None:
 def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
     """The moment is a line of its progress, drawn at random."""
     command = [sys.executable, str(PROGRAM), "--device", "cpu", "--only", "device,load"]
+PROMPTS = """
+import sys, weakref
+from pathlib import Path
+from scripts import gpu_parts
+
+tool, folder, models = gpu_parts.bench(), Path(sys.argv[1]), []
+
+class Watched(tool.Ours):
+    def __init__(self, *args, **options):
+        assert not any(model() for model in models)
+        super().__init__(*args, **options)
+        models.append(weakref.ref(self.engine._generation._backend.runner._model))
+
+tool.Ours = Watched
+gpu_parts.prompts(gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None))
+assert len(models) > 1
+"""
+
+
+@pytest.mark.slow
+def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(tmp_path: Path) -> None:
+    """On a card each of them may take a third of the memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROMPTS, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
     command += ["--out", str(tmp_path / "gpu"), "--models", str(tmp_path / "models")]
     moment = random.Random(7).randrange(2, 6)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
