@@ -61,12 +61,12 @@ class Setting:
 # Readings
 
 
-def used(setting: Setting, pid: int) -> int:
-    """Bytes used on the device by the driver; on the CPU those of process `pid`."""
+def used(setting: Setting, pid: int, index: int = 0) -> int:
+    """Bytes used on device `index` by the driver; on the CPU those of process `pid`."""
     if setting.on_cpu:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGESIZE")
-    return int(_reading()[0].used)
+    return int(_reading(index)[0].used)
 
 
 @cache
@@ -78,10 +78,10 @@ def _devices() -> Any:
     return Devices(os.environ)
 
 
-def _reading() -> tuple[Any, str]:
+def _reading(index: int = 0) -> tuple[Any, str]:
     devices = _devices()
     for reading in devices.read():
-        if reading.id.index == 0:
+        if reading.id.index == index:
             return reading, "; ".join(devices.notes)
     raise Failed(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
 
@@ -115,7 +115,10 @@ import sys, torch
 device = sys.argv[1]
 x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
 (x @ x).sum().item()
-print(0 if device == "cpu" else torch.cuda.memory_reserved(0), flush=True)
+if device == "cpu":
+    print(0, 0, flush=True)
+else:
+    print(torch.cuda.memory_reserved(0), torch.cuda.memory_allocated(0) - x.nbytes, flush=True)
 sys.stdin.read()
 """
 
@@ -123,7 +126,7 @@ sys.stdin.read()
 def device(setting: Setting) -> Facts:
     """NVML against torch; memory of a process on the device before it computes; all of it is back after its exit."""
     from router.memory.estimate import RUNTIME_HOST
-    from worker.protocol.memory import DEVICE_PROCESS_BYTES
+    from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES
 
     facts: Facts = {}
     if not setting.on_cpu:
@@ -139,14 +142,17 @@ def device(setting: Setting) -> Facts:
     process = subprocess.Popen([sys.executable, "-c", CONTEXT, setting.device], stdin=-1, stdout=-1, text=True)
     try:
         assert process.stdout is not None
-        reserved = int(process.stdout.readline())
+        reserved, workspace = map(int, process.stdout.readline().split())
         during = used(setting, process.pid)
     finally:
         process.kill()
         process.communicate()
         begin = time.monotonic()
     context, assumed = during - before - reserved, RUNTIME_HOST if setting.on_cpu else DEVICE_PROCESS_BYTES
-    facts |= {"context": context, "assumed": assumed, "back_after": _settled(setting, before, begin)}
+    facts |= {
+        "context": context, "assumed": assumed, "back_after": _settled(setting, before, begin),
+        "workspace": workspace, "assumed_workspaces": CUBLAS_WORKSPACE_BYTES,  # of three users
+    }  # fmt: skip
     if context > assumed and not setting.on_cpu:  # there it depends on the build of torch
         raise Failed(
             f"a process takes {context >> 20} MiB here, more than the {assumed >> 20} MiB that estimates assume until a"
@@ -447,16 +453,49 @@ def long(setting: Setting) -> Facts:
             seconds = {}
             for kind, run in (("step_ms", step), ("eager_ms", eager)):
                 run()
-                times = []
-                for _ in range(5):
-                    begin = time.monotonic()
-                    run()
-                    times.append(time.monotonic() - begin)
-                seconds[kind] = 1e3 * statistics.median(times)
+                seconds[kind] = 1e3 * statistics.median(_seconds(run) for _ in range(5))
         floor = 1e3 * (stepper.weights + cache_bytes) / rate
         facts[name] = {"graph": is_graph, **seconds, "of_floor": floor / seconds["step_ms"]}
         setting.record(name, facts[name])
+    facts["attention"] = attention_calls(stepper, length=128 if setting.on_cpu else 1024, rate=rate)
+    setting.record("attention", facts["attention"])
     return facts
+
+
+def attention_calls(stepper: Stepper, *, length: int, rate: float) -> Facts:
+    """The time of one attention call in a step that is no graph, for all rows or for one, and the bytes that are read
+    meanwhile; and that of one launch of the Triton kernel. They are what two guesses need: `decode_plan._CALL_BYTES`
+    and `paged._MOST_CALLS`."""
+    from worker.engines.transformers.attention import decode_plan, paged, paged_kernel
+
+    rows, kind = 4, stepper.setting.device.partition(":")[0]
+    before = decode_plan._CALL_BYTES[kind], paged._MOST_CALLS
+    seconds = {}
+    # Rows of one length attend in one call, unless padding costs too much, and then in calls of their own, unless these
+    # are too many.
+    ways = {"together": (before[0], rows), "apart": (-1, rows)}
+    if not stepper.setting.on_cpu and paged_kernel.is_available():
+        ways["kernel"] = -1, 0
+    for way, (call_bytes, most) in ways.items():
+        decode_plan._CALL_BYTES[kind], paged._MOST_CALLS = call_bytes, most
+        try:
+            with stepper.steps(rows, length) as (_, eager, _):
+                eager()
+                seconds[way] = statistics.median(_seconds(eager) for _ in range(9))
+        finally:
+            decode_plan._CALL_BYTES[kind], paged._MOST_CALLS = before
+    call = (seconds["apart"] - seconds["together"]) / (rows - 1) / stepper.layers
+    facts: Facts = {"call_us": 1e6 * call, "call_bytes": int(call * rate), "assumed_bytes": before[0]}
+    if "kernel" in seconds:
+        kernel = call + (seconds["kernel"] - seconds["together"]) / stepper.layers
+        facts |= {"kernel_us": 1e6 * kernel, "calls_of_a_kernel": kernel / max(call, 1e-9), "assumed_calls": before[1]}
+    return facts
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin
 
 
 # The promise
@@ -479,6 +518,8 @@ _SIZES = {
     True: ("--ctx-size=512", "--parallel=4", "--threads=1"),
     False: ("--ctx-size=4096", "--parallel=16", f"--prefill-chunk={CHUNK}"),
 }
+# As the router sets it for a model with states, on any device.
+_SMALL_CHUNK = "--prefill-chunk=512"
 
 
 def promise(setting: Setting) -> Facts:
@@ -526,7 +567,8 @@ def _asked(setting: Setting, family: str) -> list[str]:
     if family != "mamba":
         given["n_positions" if family == "gpt2" else "max_position_embeddings"] = 4096
     snapshot = kept(setting, f"promise-{family}", lambda path: tiny.make(family, path, **given))
-    return [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[setting.on_cpu]]
+    asked = [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[setting.on_cpu]]
+    return [*asked, _SMALL_CHUNK] if family == "mamba" else asked  # the last of two counts
 
 
 def _promise(setting: Setting, worker: "Worker", estimated: Facts) -> Facts:
@@ -790,16 +832,20 @@ def measure_load(device: str, path: Path) -> Iterator[Facts]:
 
 
 def swap(setting: Setting) -> Facts:
-    """A router with room for one model serves two in turn; each swap with the whole load."""
+    """A router with room for one model serves two in turn; each swap with the whole load. The forked worker keeps to
+    its reservation, also with a grammar, whose memory it announces."""
     snapshot = shaped(setting)
     size = sum(path.stat().st_size for path in snapshot.glob("*.safetensors"))
-    return {"bytes": size} | asyncio.run(_swap(setting, snapshot))
+    return {"bytes": size} | asyncio.run(_swap(setting, snapshot, size))
 
 
-async def _swap(setting: Setting, snapshot: Path) -> Facts:
+async def _swap(setting: Setting, snapshot: Path, size: int) -> Facts:
     from tests.processes.routers import router
 
     seconds: list[float] = []
+    # On an accelerator there is memory for one of them. On the CPU the models are too small for that.
+    room = ["--device-limit", f"{setting.device}={(3 * size // 2 >> 20) + 2048}"]
+    room = ["--models-max", "1"] if setting.on_cpu else room
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         presets = Path(folder) / "models.ini"
         # The same files, with another length of context: two models for the router.
@@ -810,12 +856,12 @@ async def _swap(setting: Setting, snapshot: Path) -> Facts:
             )
         )
         before = 0 if setting.on_cpu else used(setting, 0)
-        async with router("--models-preset", str(presets), "--models-max", "1", "--fork-server") as up:
+        async with router("--models-preset", str(presets), *room, "--fork-server") as up:
             await up.says("is warm")
             for model in ("one", "two", "one", "two") if not setting.on_cpu else ("one", "two"):
                 await asyncio.sleep(2.5)  # so soon after a load a model is evicted only once idle for 2 s
                 begin = time.monotonic()
-                body = {"model": model, "prompt": [300, 301, 302], "max_tokens": 4, "temperature": 0}
+                body: Facts = {"model": model, "prompt": [300, 301, 302], "max_tokens": 4, "temperature": 0}
                 response = await up.client.post("/v1/completions", json=body)
                 if response.status_code != 200:
                     raise Failed(f"{model}: {response.status_code} {response.text[:500]}")
@@ -824,7 +870,18 @@ async def _swap(setting: Setting, snapshot: Path) -> Facts:
                 setting.record(f"request {len(seconds)} ({model})", {"seconds": seconds[-1], "timing": timing})
             if set(await up.workers()) != {"two"}:
                 raise Failed(f"after the last request to `two` these run: {sorted(await up.workers())}")
-    return {"seconds": seconds, "back_after": _settled(setting, before, time.monotonic())}
+            body |= {"response_format": {"type": "json_object"}}
+            response = await up.client.post("/v1/completions", json=body)
+            if response.status_code != 200:
+                raise Failed(f"with a grammar: {response.status_code} {response.text[:500]}")
+            state = (await up.client.get("/router/state")).json()
+            worker = next(row for row in state["workers"] if row["model"] == "two")
+            memory = {name: worker[name] for name in ("reserved", "measured", "expected_growth")}
+            setting.record("memory", memory)
+            is_exceeded = any(size > memory["reserved"].get(name, 0) for name, size in memory["measured"].items())
+            if is_exceeded and not setting.on_cpu:
+                raise Failed(f"a forked worker took more than was reserved: {memory}")
+    return {"seconds": seconds, "memory": memory, "back_after": _settled(setting, before, time.monotonic())}
 
 
 # Prompts
@@ -833,7 +890,7 @@ async def _swap(setting: Setting, snapshot: Path) -> Facts:
 def prompts(setting: Setting) -> Facts:
     """Prompt tokens per second of long prompts, and gaps between tokens of streams beside one, by prefill-chunk."""
     tool, shape = bench(), bench().SHAPES[shape_name(setting)]
-    length, chunks, streams = (48, (16, 32), 2) if setting.on_cpu else (4096, (512, 2048), 8)
+    length, chunks, streams = (48, (16, 32), 2) if setting.on_cpu else (4096, (512, 1024, 2048, 4096), 8)
     asked, snapshot, facts = argparse.Namespace(device=setting.device, threads=1), shaped(setting), Facts()
     tokens = tuple(300 + place % (shape.vocab - 300) for place in range(length))
     short = [tool.Request(tokens[: 8 + place], 16 if setting.on_cpu else 256) for place in range(streams)]
@@ -936,6 +993,7 @@ def judge_ahead(found: dict[str, Facts], *, in_time: bool = True) -> Facts:
 def ranks(setting: Setting) -> Facts:
     """A model divided among two devices gives the same text as on one, within its estimate; skipped with one."""
     from tests import tiny
+    from worker.protocol.memory import DEVICE_PROCESS_BYTES, NCCL_BYTES
 
     if not setting.on_cpu:
         done = subprocess.run(
@@ -961,12 +1019,21 @@ def ranks(setting: Setting) -> Facts:
     promised = [sum(estimated[part][shard] for part in parts) for shard in range(len(estimated["weights"]))]
     names = [setting.device] if setting.on_cpu else [f"cuda:{shard}" for shard in range(2)]
     reserved = dict(zip(names, promised, strict=True))
+    before = [0 if setting.on_cpu else used(setting, 0, shard) for shard in range(len(names))]
     with Worker([*shared, f"--reserved={json.dumps(reserved)}"]) as worker:
         address = worker.ready()
         together = asyncio.run(_texts(address, setting))
         asyncio.run(_load(address, setting))
         measured = [max(_next_pulses(worker.events, name)) for name in reserved]
-    facts = {"promised": promised, "measured": measured}
+        driver = [used(setting, worker.process.pid, shard) - before[shard] for shard in range(len(names))]
+    facts: Facts = {"promised": promised, "measured": measured}
+    if not setting.on_cpu:
+        # Ranks report the assumed figures for what is outside of torch's allocator.
+        assumed = DEVICE_PROCESS_BYTES + NCCL_BYTES
+        outside = [size - own + assumed for size, own in zip(driver, measured, strict=True)]
+        facts |= {"driver": driver, "context_and_nccl": outside, "assumed": assumed}
+        setting.record("memory", facts)
+        measured = list(map(max, measured, driver))
     if together != alone:
         raise Failed(f"two ranks say something else than one: {together} and {alone}")
     if any(size > most for size, most in zip(measured, promised, strict=True)):

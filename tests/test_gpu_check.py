@@ -164,19 +164,19 @@ def test_every_part_passes_on_the_cpu(tmp_path: Path) -> None:
         [sys.executable, "-c", ALL_PARTS, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    lines = map(json.loads, (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines())
+    lines = list(map(json.loads, (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()))
     assert [(line["part"], line.get("error", line["outcome"])) for line in lines] == [
         (name, "passed") for name in gpu_parts.PARTS
     ], done.stderr
+    facts = {line["part"]: line["facts"] for line in lines}
+    assert {"workspace", "assumed_workspaces"} <= facts["device"].keys()
+    assert {"call_us", "call_bytes", "assumed_bytes"} <= facts["long"]["attention"].keys()
+    assert facts["swap"]["memory"].keys() == {"reserved", "measured", "expected_growth"}
     for rows_in_step in (1, 4):
         trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
         assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
-    """The moment is a line of its progress, drawn at random."""
-    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--only", "device,load"]
 PROMPTS = """
 import sys, weakref
 from pathlib import Path
@@ -205,6 +205,10 @@ def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(tmp_p
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
+    """The moment is a line of its progress, drawn at random."""
+    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--only", "device,load"]
     command += ["--out", str(tmp_path / "gpu"), "--models", str(tmp_path / "models")]
     moment = random.Random(7).randrange(2, 6)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
