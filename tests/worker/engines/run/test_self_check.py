@@ -171,6 +171,17 @@ def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refu
     assert error.value.exit is Exit.UNUSABLE
 
 
+def test_an_encoder_decoder_whose_decoder_has_no_configuration_is_refused(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "m")
+    sides: Any = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads: Any = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
+    config = transformers.FSMTConfig(src_vocab_size=512, tgt_vocab_size=512, d_model=32, init_std=0.5, **sides, **heads)
+    transformers.FSMTForConditionalGeneration(config).save_pretrained(folder)
+    with pytest.raises(StartError, match="architecture 'fsmt' cannot be served") as error:
+        load(folder)
+    assert error.value.exit is Exit.UNUSABLE
+
+
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
 async def test_a_prompt_in_chunks_gives_the_logprobs_of_the_whole_one_in_16_bits(family: str, tmp_path: Path) -> None:
     """The code of these families forgets its states when it gets several tokens behind them."""

@@ -295,7 +295,10 @@ def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
     if not embeds:
         return _generator_class(options, config)
     if getattr(config, "is_encoder_decoder", False):
-        raise StartError(f"architecture {config.model_type!r} has an encoder and a decoder; embedding needs only one")
+        raise StartError(
+            f"architecture {config.model_type!r} has an encoder and a decoder, and embedding needs only one;"
+            " set task = generate"
+        )
     if type(config) in transformers.MODEL_MAPPING:
         mapped: Any = transformers.MODEL_MAPPING[type(config)]
         return mapped[0] if isinstance(mapped, tuple) else mapped
