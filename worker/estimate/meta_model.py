@@ -78,10 +78,12 @@ def make_runner(
     implementation = backends.implementation(options, config)
     if implementation is not None:
         model.set_attn_implementation(implementation)
-    if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":
+    encoder = model.get_encoder() if getattr(config, "is_encoder_decoder", False) else None
+    of_encoder = getattr(encoder, "config", None)
+    if of_encoder is not None and of_encoder._attn_implementation == "sdpa":
         # The encoder reads one prompt at a time, without padding.
         ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
-        model.get_encoder().config._attn_implementation = UNMASKED
+        of_encoder._attn_implementation = UNMASKED
     with LiveBytes():  # answers for numbers that the forward asks of fake tensors while it shows the cache's shapes
         try:
             return backends.make_runner(

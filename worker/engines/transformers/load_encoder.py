@@ -71,7 +71,7 @@ def load(
     stage_done("build")
     progress(Progress(stage="warmup"))
     try:
-        warm_up(encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
+        warm_up(encoder, kind=config.model_type, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
     except Exception as error:
         if not cuda_errors.is_exhausted(error):
             raise
@@ -83,7 +83,7 @@ def load(
     return LoadedEncoder(encoder, encoding, ctx_size, announces_steps, compiles_attention)
 
 
-def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
+def warm_up(encoder: Encoder, *, kind: str, ctx_size: int, vocab_size: int) -> None:
     """Run the encoder on one text alone and in a batch.
 
     Raises StartError if it cannot run, or if the results differ: an architecture that does not mask padding would give
@@ -94,9 +94,11 @@ def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
     try:
         [alone], (batched, _) = encoder.run([short]), encoder.run([short, long])
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise StartError(f"this architecture cannot be served: {cuda_errors.one_line(error)}") from error
+        raise StartError(f"architecture {kind!r} cannot be served: {cuda_errors.one_line(error)}") from error
     if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
-        raise StartError("this architecture cannot be served: a text gives other numbers in a batch with a longer one")
+        raise StartError(
+            f"architecture {kind!r} cannot be served: a text gives other numbers in a batch with a longer one"
+        )
 
 
 def make_encoder(

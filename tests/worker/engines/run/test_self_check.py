@@ -12,6 +12,8 @@ from tests import tiny
 from tests.worker.loaded import GREEDY, complete_one, edit, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import StartError
+from worker.estimate.estimate import estimate
+from worker.protocol.argv import Estimate
 from worker.protocol.events import Exit
 
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 40, 11)]
@@ -171,15 +173,27 @@ def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refu
     assert error.value.exit is Exit.UNUSABLE
 
 
-def test_an_encoder_decoder_whose_decoder_has_no_configuration_is_refused(tmp_path: Path) -> None:
+def test_positions_that_do_not_begin_at_0_are_found(tmp_path: Path) -> None:
+    """Kosmos-2.5 counts them from the padding token's id + 1. A reference with positions of ours would hide it."""
+    folder = tiny.make("llama", tmp_path / "m")
+    text: Any = {"embed_dim": 32, "ffn_dim": 64, "layers": 1, "attention_heads": 2, "vocab_size": 512, "init_std": 0.5}
+    vision: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
+    transformers.Kosmos2_5ForConditionalGeneration(config).save_pretrained(folder)
+    with pytest.raises(StartError, match=r"architecture 'kosmos-2.5' cannot be served .* self-check failed"):
+        load(folder)
+
+
+def test_an_encoder_decoder_whose_decoder_has_no_configuration_is_refused_by_load_and_estimate(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path / "m")
     sides: Any = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
     heads: Any = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
     config = transformers.FSMTConfig(src_vocab_size=512, tgt_vocab_size=512, d_model=32, init_std=0.5, **sides, **heads)
     transformers.FSMTForConditionalGeneration(config).save_pretrained(folder)
-    with pytest.raises(StartError, match="architecture 'fsmt' cannot be served") as error:
-        load(folder)
-    assert error.value.exit is Exit.UNUSABLE
+    for run in (lambda: load(folder), lambda: estimate(Estimate(snapshot=str(folder)))):
+        with pytest.raises(StartError, match=r"'fsmt' cannot be served .* its decoder has no configuration") as error:
+            run()
+        assert error.value.exit is Exit.UNUSABLE
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])

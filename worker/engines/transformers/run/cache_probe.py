@@ -63,7 +63,11 @@ def read_layer_shapes(model: Any, run: Callable[[Cache], None]) -> list[LayerSha
     """The shapes of all layers after `run`, a forward of one row with the given cache. Raises UnsupportedCache."""
     is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     # The decoder may have another number of layers than the encoder (ByT5).
-    config = getattr(model.get_decoder(), "config", model.config) if is_encoder_decoder else model.config
+    config = model.config
+    if is_encoder_decoder:
+        config = getattr(model.get_decoder(), "config", None)
+        if config is None:
+            raise UnsupportedCache("its decoder has no configuration")
     own = DynamicCache(config=config.get_text_config(decoder=True))
     other = DynamicCache() if is_encoder_decoder else None
     run(EncoderDecoderCache(own, other) if other is not None else own)

@@ -87,7 +87,10 @@ class Forward:
         if not self.masks_past:
             mask = mask[:, past:]
         options: dict[str, Any] = {self._mask: mask, self._cache: cache, "use_cache": cache is not None}
-        if self._positions:
+        # Without a cache, transformers' models count positions themselves. The self-check thus finds those whose
+        # positions do not begin at 0 (Kosmos-2.5: behind the padding token's id). Code of a snapshot may need them.
+        counts_itself = cache is None and type(self._model).__module__.startswith("transformers.")
+        if self._positions and not counts_itself:
             place = self._upload([start + i for start in starts for i in range(count)])
             options[self._positions] = place.view(len(starts), count)
         if self._takes_logits_to_keep:
