@@ -12,7 +12,7 @@ from pathlib import Path
 
 from router.cli import hub_headers
 from router.cli.estimate_report import DeviceReport, Report, device_line
-from router.cli.worker_program import run_worker
+from router.cli.worker_program import WorkerProgramError, run_worker
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
@@ -22,15 +22,16 @@ from router.launch.devices import Devices
 from router.launch.spawn import may_fork
 from router.memory import estimate as estimates
 from router.memory import sharding
-from router.memory.checkpoint_facts import Checkpoint
+from router.memory.checkpoint_facts import Checkpoint, serves_embeddings
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, MemoryEstimate
 from router.memory.learned import LearnedEstimates
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, MAIN_MEMORY, DeviceId, Reading
 from router.store.snapshots import Snapshots
+from worker.protocol.architectures import VERIFIED, VISION
 from worker.protocol.argv import Estimate
-from worker.protocol.events import Downloaded, Estimated
+from worker.protocol.events import Downloaded, Estimated, Exit
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 
 
@@ -210,18 +211,20 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
     of all models.
 
     A preset that changes config.json is estimated by the worker program, which has the classes of configurations, and
-    its errors are messages, too. Other models without an estimate are left out.
+    its errors are messages, too. So is a model whose architecture is not in the table of tested ones, and it has a
+    message if the engine cannot serve it. Other models without an estimate are left out.
     """
     found: dict[str, str] = {}
     warnings: list[str] = []
     for preset in loaded.presets.values():
-        if machine.snapshots.find(preset) is None:
+        folder = machine.snapshots.find(preset)
+        if folder is None:
             continue
         changes_config = bool(preset.config_override or preset.rope)
         try:
-            answer = report(preset, machine, exact=changes_config)
+            answer = report(preset, machine, exact=changes_config or _is_untested(preset, machine, folder))
         except RouterError as error:
-            if changes_config:
+            if changes_config or (isinstance(error, WorkerProgramError) and error.exit == Exit.UNUSABLE):
                 found[preset.id] = str(error)
             continue  # its first load and `router estimate` report the error
         warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
@@ -230,6 +233,12 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
             lines += [str(answer.remedies)] * bool(answer.remedies.settings)
             found[preset.id] = f"{preset.id}: {'; '.join(' '.join(line.split()) for line in lines)}"
     return found, warnings
+
+
+def _is_untested(preset: Preset, machine: Machine, folder: str) -> bool:
+    """True if the model generates and its architecture is not in the table of tested ones. Raises RouterError."""
+    facts = machine.snapshots.facts(Path(folder), preset)
+    return facts.model_type not in VERIFIED | VISION.keys() and not serves_embeddings(facts, preset)
 
 
 def _threads(preset: Preset, choice: sharding.Choice) -> int:

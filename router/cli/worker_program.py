@@ -21,6 +21,10 @@ Result = TypeVar("Result", Converted, Downloaded, Estimated)
 class WorkerProgramError(RouterError):
     """The worker program could not be started, or it exited without a result."""
 
+    def __init__(self, message: str, exit: int | None = None):
+        super().__init__(message)
+        self.exit = exit  # of a worker program that ran
+
 
 def run_worker(
     preset: Preset,
@@ -69,4 +73,6 @@ def run_worker(
         errors.seek(0)
         log = errors.read().decode(errors="replace").strip().splitlines()
     why = failure or (log[-1] if log else "it ended without a result")
-    raise WorkerProgramError(f"{preset.id}: `worker {verb}` failed (exit {process.returncode}): {why}")
+    raise WorkerProgramError(
+        f"{preset.id}: `worker {verb}` failed (exit {process.returncode}): {why}", process.returncode
+    )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from worker.engines.transformers.load.architectures import VERIFIED
+from worker.protocol.architectures import VERIFIED
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in sorted(VERIFIED)} | {
     "falcon with grouped heads": ("falcon-new", {}),

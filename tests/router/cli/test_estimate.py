@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from router.cli import hub_headers
 from router.cli.estimate import Machine
@@ -313,6 +314,18 @@ def test_check_reports_changes_of_config_json_that_the_models_class_does_not_tak
     first, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("a: ")
     assert first.endswith('LlamaConfig has no member "num_experts"')
+
+
+@pytest.mark.slow
+def test_check_reports_architectures_whose_cache_the_engine_does_not_support(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.make("llama", tmp_path / "m")
+    config = transformers.OpenAIGPTConfig(vocab_size=512, n_embd=32, n_layer=1, n_head=2)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
+    assert main(["check", "--memory", str(folder)]) == 4
+    first, _ = capsys.readouterr().out.splitlines()
+    assert "architecture 'openai-gpt' cannot be served by this engine: its forward takes no cache" in first
 
 
 def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,8 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
-from worker.engines.transformers.load.architectures import VERIFIED, backend
+from worker.engines.transformers.load.architectures import backend
+from worker.protocol.architectures import VERIFIED
 
 NEW = 17  # each answer crosses a border of KV blocks, which have 16 tokens
 LENGTHS = (1, 7, 23, 60)

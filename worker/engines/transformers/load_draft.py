@@ -14,6 +14,7 @@ from worker.engines.transformers.run.draft_model import DraftModel, RowTables, T
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError
+from worker.protocol.architectures import VERIFIED
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
 
@@ -47,7 +48,7 @@ def load_config(options: ModelOptions, target: Any, tokenizer: transformers.PreT
         raise _refused(options, "it is for models on one device only; remove it, or give the model one device")
     if getattr(target, "is_encoder_decoder", False):
         raise _refused(options, f"it is not for architecture {target.model_type!r}, which has an encoder; remove it")
-    if target.model_type not in architectures.VERIFIED:
+    if target.model_type not in VERIFIED:
         raise _refused(
             options,
             f"architecture {target.model_type!r} was not tested with several tokens of a row in one step; remove it",

@@ -34,6 +34,7 @@ from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import StartError
 from worker.images import TEXT_ONLY
 from worker.protocol import events
+from worker.protocol.architectures import VERIFIED
 from worker.protocol.argv import Serve, decode_adapters
 from worker.protocol.events import Exit
 from worker.protocol.memory import DRAFT_LOGITS, DRAW_BYTES, PROMPT_LOGITS
@@ -228,7 +229,7 @@ def _drafter(
 ) -> Drafter | None:
     if not options.speculates:
         return None
-    if isinstance(runner, AlignedRunner) and (runner.has_states or config.model_type not in architectures.VERIFIED):
+    if isinstance(runner, AlignedRunner) and (runner.has_states or config.model_type not in VERIFIED):
         # Not an error: a preset for all models ([*]) may ask for it.
         why = "states cannot be taken back" if runner.has_states else "it was not tested with several tokens of a row"
         log.warning("no speculative decoding for architecture %r: %s", config.model_type, why)

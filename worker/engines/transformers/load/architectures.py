@@ -12,16 +12,6 @@ from typing import Any, Literal
 from worker.protocol.architectures import PAGED
 from worker.protocol.model_config import longest_sequence
 
-# `model_type` of the verified families that use the aligned backend.
-ALIGNED = frozenset({
-    "bamba", "bart", "biogpt", "bloom", "codegen", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon",
-    "falcon_h1", "falcon_mamba", "gemma2", "gpt_neo", "gpt_oss", "gptj", "jamba", "lfm2", "llama4_text", "mamba",
-    "mamba2", "mpt", "nemotron", "persimmon", "qwen3_next", "stablelm", "t5", "xglm",
-})  # fmt: skip
-
-VERIFIED = PAGED | ALIGNED  # tests/worker/engines/test_engine_equality.py has one model of each
-
-
 Backend = Literal["paged", "aligned"]
 
 

@@ -17,10 +17,10 @@ from tokenizers import normalizers
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from worker.engines.transformers.device import cuda_errors
-from worker.engines.transformers.load import architectures, sentence_transformers_config
+from worker.engines.transformers.load import sentence_transformers_config
 from worker.errors import StartError
 from worker.protocol import model_config
-from worker.protocol.architectures import GENERATES, VISION
+from worker.protocol.architectures import GENERATES, VERIFIED, VISION
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import is_of_tokenizer
@@ -233,7 +233,7 @@ def is_embedder(options: ModelOptions, config: Any) -> bool:
     names = getattr(config, "architectures", None)
     generates = any(name.endswith(GENERATES) for name in names or ()) or remote_generator(config) is not None
     if not names:
-        generates = generates or config.model_type in architectures.VERIFIED
+        generates = generates or config.model_type in VERIFIED
     return sentence_transformers_config.is_layout(Path(options.snapshot)) or not generates
 
 

@@ -20,6 +20,7 @@ from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError, UnsupportedByModel
+from worker.protocol.architectures import VERIFIED
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
 
@@ -173,5 +174,5 @@ def check_cache(runner: PagedRunner | AlignedRunner, config: Any, ctx_size: int)
     """
     if isinstance(runner, PagedRunner) or ctx_size < self_check.CHECK_TOKENS:
         return
-    if config.model_type not in architectures.VERIFIED or runner.has_states:
+    if config.model_type not in VERIFIED or runner.has_states:
         runner.run_self_check(self_check.check, tokens=self_check.CHECK_TOKENS)
