@@ -257,8 +257,8 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 @click.option(
     "--memory",
     is_flag=True,
-    help="Estimate each model whose files are here, and report those that do not fit on an empty device, with the"
-    " settings that would fit. Exits with 4 if there is one.",
+    help="Estimate each model whose files are here. Report those that do not fit on an empty device, with the settings"
+    " that would fit, and those whose cache the engine does not support. Exits with 4 if there is one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context

@@ -259,7 +259,7 @@ class Moments:
 
     step      at first all residents, with what was granted. Each claim that only waits for leaving residents adds a
               step: without as many of them as it needs, the first to leave first, and with the claim
-    now  the minimum of all steps
+    now       the minimum of all steps
     stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
               leave adds a stage: without these victims, and with the claim
     emptied   without all that could be evicted, with all claims
