@@ -147,7 +147,7 @@ TUNING: Body = {
     "repeat_last_n": integer(-1, MAX_INT32, "Number of last tokens that repetition_penalty considers; -1 is all."),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
-    # More would take memory in proportion: each place of a prompt is kept with as many tokens.
+    # More would take time in proportion: each place of a prompt is noted by as many tokens.
     "no_repeat_ngram_size": integer(0, 64, "No sequence of this many tokens occurs twice; 0 is off."),
 }
 

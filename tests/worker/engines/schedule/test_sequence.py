@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence, TokenRules, output_limit
+from worker.engines.transformers.schedule.sequence import (
+    PenaltyCounts,
+    RepeatedNgrams,
+    Sequence,
+    TokenRules,
+    output_limit,
+)
 from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import GenerationRequest, SamplingParams
 
@@ -45,6 +51,23 @@ def test_a_sequence_without_repeated_ngrams_drafts_nothing() -> None:
         drafting = sequence(limit=9, no_repeat_ngram_size=size)
         drafting.draft_limits = DraftLimits(most=3, least=0)
         assert drafting.draft_room(8) == room
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 3), max_size=30), st.data())
+def test_a_token_that_would_repeat_an_ngram_is_forbidden(
+    size: int, first: int, tokens: list[int], data: st.DataObject
+) -> None:
+    grown = sequence(first, limit=99)
+    ngrams = RepeatedNgrams(grown, size, first)
+    for token in tokens:
+        if data.draw(st.booleans()):
+            ngrams.forbidden()  # at any place, since several tokens may come at once
+        grown.append(token)
+    places = range(len(tokens) - size + 1)
+    before = {tuple(tokens[at : at + size]) for at in places}
+    expected = {token for token in range(4) if (*tokens[len(tokens) - size + 1 :], token)[-size:] in before}
+    assert set(ngrams.forbidden()) == expected
+    assert len(ngrams.forbidden()) == len(expected), "each once, as a long text may repeat one often"
 
 
 def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:

@@ -8,7 +8,7 @@ the next forward is launched anyway and its tokens are chosen later (`LaunchedFo
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
@@ -245,7 +245,7 @@ def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
     # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
     place = segment.end - len(segment.drafted) - chooser.sequence.prompt_tokens
     if not segment.drafted:
-        repeated = chooser.ngrams.forbidden() if chooser.ngrams is not None else ()
+        repeated = chooser.ngrams.forbidden() if chooser.ngrams is not None else frozenset()
         return [_row_sampling(chooser.sequence, place, counts, repeated)]
     ahead = counts.after_each(segment.drafted) if counts is not None else repeat(None, 1 + len(segment.drafted))
     return [_row_sampling(chooser.sequence, place + more, counts) for more, counts in enumerate(ahead)]
@@ -255,14 +255,14 @@ def _row_sampling(
     sequence: sequences.Sequence,
     place: int,
     penalty_counts: sequences.PenaltyCounts | None,
-    repeated: Sequence[int] = (),
+    repeated: Set[int] = frozenset(),
 ) -> RowSampling:
     """The settings for output token number `place`. `repeated`: tokens that would repeat an n-gram."""
     return RowSampling(
         sequence.sampling,
         uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
         penalty_counts=penalty_counts,
-        forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place) | set(repeated)),
+        forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place) | repeated),
         forced=sequence.rules.first if place == 0 else None,
     )
 
