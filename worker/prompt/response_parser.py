@@ -19,6 +19,7 @@ from worker.prompt.chat_formats import BARE_CALLS, CALLS_FIELD, REASONING_FIELDS
 
 _MARK = "mark"
 _BODY = "body"
+_PIECE = 512  # characters
 _RAW_TEXT: Json = {"repeats": True, "content": "text", "content_args": {"strip": False}}
 
 
@@ -82,7 +83,13 @@ class AnswerParser:
         if self._parser is None:
             return self._add_content(text)
         self._raw_text += text
-        return self._to_parts(self._parser.feed(text))
+        return self._to_parts(self._feed(text))
+
+    def _feed(self, text: str) -> list[Any]:
+        """Return the parser's events. After each region it searches the rest of its text for each marker, so a long
+        text of many regions would take quadratic time at once.
+        """
+        return [event for at in range(0, len(text), _PIECE) for event in self._parser.feed(text[at : at + _PIECE])]
 
     def take(self, delta: Delta) -> tuple[list[AnswerPart], int]:
         """Parse the next delta; the last one also returns text that was held back. The second value is the number of
@@ -115,10 +122,10 @@ class AnswerParser:
         self._region_template = load_response_template(
             _region_boundaries(chat_format.response, self._regions(chat_format))
         )
-        self._parser = ResponseParser(self._region_template, prefix=self._options.prefix)
-        for event in self._parser.initial_events:  # the prefix is known already; only the state at its end matters
-            self._track_region(event)
+        self._parser = ResponseParser(self._region_template, prefix="")
         self._raw_text = self._region_template.truncate_past_last_anchor(self._options.prefix)
+        for event in self._feed(self._raw_text):  # the prefix is known already; only the state at its end matters
+            self._track_region(event)
         self._at_region_start = self.is_thinking
 
     def _regions(self, chat_format: ChatFormat) -> list[str]:

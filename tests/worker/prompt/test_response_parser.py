@@ -544,6 +544,12 @@ def test_a_long_malformed_call_is_content(name: str, text: str) -> None:
     assert summary(read(name, pieces)) == ("", text, [])
 
 
+def test_a_long_prefix_of_many_regions_takes_linear_time() -> None:
+    """A request with continue_final_message can have any. Quadratic, this one takes many minutes."""
+    prefix = ">>>all\n" * 40_000
+    assert summary(read("functionary", ["Hi"], prefix=prefix)) == ("", "Hi", [])
+
+
 def test_only_special_tokens_that_mark_regions_are_kept() -> None:
     special = {"[TOOL_CALLS]": 5, "</s>": 2, "<|python_tag|>": 7, "<think>": 9}
     assert marker_tokens(chat_format("mistral"), special) == {5}
