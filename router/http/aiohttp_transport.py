@@ -33,7 +33,8 @@ class AiohttpConnection(web.RequestHandler, Fallback):
     def check(self, now: float, keep_alive: float) -> None:
         # The wait is since the connection was made, or since the last response.
         since = self._next_keepalive_close_time - self._keepalive_timeout
-        if self._waiter is not None and now - since > keep_alive:
+        # It is done once a request has arrived, which begins in the next pass of the event loop.
+        if self._waiter is not None and not self._waiter.done() and now - since > keep_alive:
             self.force_close()
 
     def handle_error(

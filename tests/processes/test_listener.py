@@ -1,17 +1,20 @@
 """The listener reads and answers plain requests itself, exactly as aiohttp does."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpRequestParser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from router.config.settings import Settings
+from router.http.aiohttp_transport import AiohttpConnection
 from router.http.listener import (
     KEEP_ALIVE,
     LONGEST_BODY,
@@ -284,6 +287,20 @@ class Sink(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
+
+
+async def test_a_request_that_aiohttp_has_just_read_keeps_its_connection() -> None:
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.Response()
+
+    for data, is_kept in ((b"", False), (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", True)):
+        read = AiohttpConnection(web.Server(answer), lambda: None, loop=asyncio.get_running_loop())
+        read.connection_made(Sink())
+        await asyncio.sleep(0)
+        read.data_received(data)
+        read.check(math.inf, KEEP_ALIVE)
+        assert (read.transport is not None) == is_kept
+        read.connection_lost(None)
 
 
 class Other(Fallback):
