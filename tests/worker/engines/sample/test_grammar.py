@@ -258,6 +258,12 @@ async def test_minimum_and_ignored_ends_hold_inside_a_grammar(engine: Transforme
     assert (short.finish, len(short.text)) == ("stop", 1)
 
 
+async def test_the_error_of_a_grammar_that_must_repeat_itself_names_the_setting(engine: TransformersEngine) -> None:
+    once = replace(GREEDY, no_repeat_ngram_size=1)
+    with pytest.raises(SequenceFailed, match="would repeat 1 tokens; set no_repeat_ngram_size to 0"):
+        await complete_one(engine, PROMPT, grammar=Grammar("regex", "[ab]{9}"), max_tokens=30, sampling=once)
+
+
 async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: TransformersEngine) -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=3)
     free = await complete_one(engine, PROMPT, max_tokens=1, sampling=sampling)

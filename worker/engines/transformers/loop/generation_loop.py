@@ -345,16 +345,18 @@ class GenerationLoop:
         """End a choice for which no token could be chosen.
 
         Either the logits are not finite, or the grammar is complete and only an end token that `min_tokens` or
-        `ignore_eos` forbids could follow.
+        `ignore_eos` forbids could follow, or the allowed tokens would repeat an n-gram.
         """
-        matcher = choice.matcher
+        matcher, size = choice.matcher, choice.sequence.sampling.no_repeat_ngram_size
+        repeats = f", or all allowed tokens would repeat {size} tokens; set no_repeat_ngram_size to 0" if size else ""
         if matcher is None:
-            error = SequenceFailed("the model gave no finite logits for this request")
+            error = SequenceFailed(f"the model gave no finite logits for this request{repeats}")
             self._fail(choice.sequence, error, is_corrupt=True)
         elif matcher.can_only_end(choice.sequence.ends):
             self._finish(choice, choice.answer.finish(), "stop", now)
         else:
             why = "this request cannot continue: no finite logits, or a grammar that allows no token of this model"
+            why += repeats
             self._fail(choice.sequence, matcher.error() if matcher.failure else SequenceFailed(why), is_corrupt=True)
 
     def _send(
