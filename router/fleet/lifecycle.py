@@ -449,10 +449,14 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
 
 
 def _settle(worker: Worker, fleet: Fleet) -> None:
-    """Apply a report of memory to the reservation. Plan again if memory became free: no reading may show that."""
-    before = worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom
+    """Apply a report of memory to the reservation. Plan again if memory became free, since no reading may show that.
+
+    Plan again if the headroom changed, too. Workers share the largest one, which may be another worker's now. Then a
+    waiting demand may need further victims.
+    """
+    before, headroom = worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom, worker.headroom
     settle_reservation(worker)
-    if worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom < before:
+    if worker.headroom != headroom or worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom < before:
         fleet.scheduler.plan_soon()
 
 

@@ -17,11 +17,17 @@ SEEDS = 240  # Some seconds of CPU time. `scripts/explore_scheduler` explores mo
 SEEDS_THAT_FAILED: tuple[int, ...] = (
     71, 98, 117, 2975, 3040, 7431, 8386, 12488, 16813, 18671, 21221, 21882, 30872, 37231, 38152, 40576, 92994
 )  # fmt: skip
+SEEDS_THAT_FAILED_WITH_RANGES = (2014120,)
 
 
 @pytest.mark.parametrize("seed", SEEDS_THAT_FAILED)
 def test_a_seed_that_failed_once_holds(seed: int) -> None:
     explore(seed, ranges=False)  # they failed before there were ranges, and are the same worlds
+
+
+@pytest.mark.parametrize("seed", SEEDS_THAT_FAILED_WITH_RANGES)
+def test_a_seed_that_failed_once_with_ranges_holds(seed: int) -> None:
+    explore(seed)
 
 
 def test_every_request_ends_once_and_the_kth_in_the_queue_waits_no_longer_than_stated() -> None:
