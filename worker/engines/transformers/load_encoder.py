@@ -34,7 +34,7 @@ class LoadedEncoder:
     encoding: EncodingConfig | None  # of an embedder; None of a cross-encoder
     ctx_size: int  # tokens that one text may have
     announces_steps: bool = False  # it announces steps that are larger than those so far
-    compiles_attention: bool = False  # as `CpuLinears.compile_attention`
+    compiles_attention: bool = False  # as `CpuLinears.compiles_attention`
 
 
 def load(
@@ -79,7 +79,7 @@ def load(
     overhead.measure()
     stage_done("warmup")
     announces_steps = options.announce_steps and loaded.device.type == "cpu" and memory.inheritance.is_forked
-    compiles_attention = linears is not None and linears.compile_attention
+    compiles_attention = linears is not None and linears.compiles_attention
     return LoadedEncoder(encoder, encoding, ctx_size, announces_steps, compiles_attention)
 
 

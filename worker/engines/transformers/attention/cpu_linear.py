@@ -269,6 +269,8 @@ class CpuLinears:
             if users[_address(weight)] == 1 and not (is_transposed and weight.nbytes > slice_bytes):
                 self._pending.append(replacement)
         self._pending.reverse()
+        # In bfloat16, attention needs a kernel for each shape, too.
+        self.compiles_attention = any(layer.weight.dtype == torch.bfloat16 for layer in self._all)
 
     @property
     def are_done(self) -> bool:
@@ -279,11 +281,6 @@ class CpuLinears:
     def are_settled(self) -> bool:
         """True if nothing is left to reorder or to measure, both of which compile kernels."""
         return not (self._pending or self._small_batches.has_turns)
-
-    @property
-    def compile_attention(self) -> bool:
-        """True if attention of this model needs code for each shape, too: in bfloat16."""
-        return any(layer.weight.dtype == torch.bfloat16 for layer in self._all)
 
     @property
     def has_layers(self) -> bool:

@@ -44,7 +44,7 @@ class EncoderLoop:
         on_larger_step: Callable[[], None] | None = None,
     ):
         """One step takes at most `budget` tokens, padding included, or one text. `compiles_attention`: as
-        `CpuLinears.compile_attention`. `on_larger_step`: called before a step that is larger than all before."""
+        `CpuLinears.compiles_attention`. `on_larger_step`: called before a step that is larger than all before."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
         self._largest, self._on_larger_step = LargestSizes(), on_larger_step
         self._compiles_attention = compiles_attention

@@ -101,7 +101,7 @@ class LargestStep:
         # One forward has all tokens, or the decoding rows and each prompt have one of their own.
         decodes, shapes = sum(segment.is_decode for segment in batch), set()
         counts = {tokens, logits, decodes, *(segment.length for segment in batch)}
-        if self._linears.compile_attention:
+        if self._linears.compiles_attention:
             shapes = {(decodes, max(segment.end for segment in batch))}
             shapes |= {(segment.length, segment.end) for segment in batch}
         return self._sizes.are_exceeded(*sizes, rows=counts - {0}, shapes=shapes)

@@ -195,7 +195,7 @@ class DraftModel:
         if self._linears is None or not self._linears.has_layers:
             return self._largest.are_exceeded(*sizes)
         shapes = set()
-        if self._linears.compile_attention:
+        if self._linears.compiles_attention:
             room = DRAFT_LOGITS // max(drafting, 1)  # all drafts of a step together have so many tokens
             shapes = {(part.length, part.end) for part in parts}
             shapes |= {(drafting, part.end + place) for part in parts for place in range(1, room + 1)}
