@@ -190,7 +190,7 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
     except (NotImplementedError, UnsupportedCache) as error:
         raise StartError(
             f"architecture {config.model_type!r} cannot be served by this engine: {cuda_errors.one_line(error)};"
-            " use another engine"
+            " serve it with another program"
         ) from error
     except ImportError as error:  # of a kernel that a library loads in the first step
         raise StartError(

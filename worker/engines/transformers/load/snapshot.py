@@ -207,8 +207,8 @@ def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
             raise
         raise StartError(
             f"architecture {config.model_type!r} does not run here as config.json describes it:"
-            f" {type(error).__name__}: {cuda_errors.one_line(error)}; if no config-override is the cause, use another"
-            " engine"
+            f" {type(error).__name__}: {cuda_errors.one_line(error)}; if no config-override is the cause, serve it"
+            " with another program"
         ) from error
 
 

@@ -183,15 +183,17 @@ class PenaltyCounts:
 
 
 class RepeatedNgrams:
-    """The tokens that would end the second occurrence of `size` tokens. A step takes the same time in a long text."""
+    """The tokens that would repeat an n-gram of `size` tokens. Each token is indexed once, so a step takes as long in a
+    long text as in a short one."""
 
     def __init__(self, sequence: Sequence, size: int, first: int = 0):
         """`first`: start of the text that counts. Tokens before it are an encoder's input."""
         self._sequence = sequence
         self._size = size
         self._first = self._begin = first  # `_begin`: of the first occurrence that is not noted yet
-        # The followers of `size - 1` tokens, by the hash of these, because 63 of them take six times the memory. Two of
-        # 100,000 places have one hash in one of a billion texts. Most have one follower, and a set takes 216 bytes.
+        # The tokens that followed each run of `size - 1` tokens, by the hash of the run. Tuples of 63 tokens would take
+        # six times the memory. In a text of 100,000 tokens, the odds of a collision are about one in a billion. Most
+        # runs were followed by one token, which is stored without a set, because a set takes 216 bytes.
         self._following: dict[int, int | set[int]] = {}
 
     def forbidden(self) -> Set[int]:
