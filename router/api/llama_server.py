@@ -16,6 +16,7 @@ from router.config.presets import Preset
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.fleet.worker import State, Worker
 from router.memory.checkpoint import modalities
+from router.memory.checkpoint_facts import rows
 from router.registry.pulls import presets_using_files
 from router.registry.registry import BUILD, Registry, flag
 from router.registry.shared_workers import ListedModel, errors_with_name
@@ -248,7 +249,7 @@ async def slots(call: ApiCall) -> ApiResult:
     for listed, worker, number in loaded:
         _, meta, _ = await registry.snapshots.describe(listed.preset)
         common = {"model": listed.id, "n_ctx": meta.get("n_ctx", 0)}
-        found += [{**common, **slot} for slot in _slots(worker, number * worker.preset.parallel)]
+        found += [{**common, **slot} for slot in _slots(worker, number * worker.rows)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
         raise SlotsBusy("no slot is free; a request waits until one is", retry_after=1)
     return found
@@ -268,7 +269,7 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     tasks = {slot: rest for slot, *rest in last.slots} if last is not None else {}
     running = last.running if last is not None and not tasks else 0
     slots: list[dict[str, Any]] = []
-    for slot in range(worker.preset.parallel):
+    for slot in range(worker.rows):
         task, prompt_left, decoded, remain, drafted, accepted = tasks.get(slot, (-1, 0, 0, -1, 0, 0))
         slots.append(
             {
@@ -317,7 +318,7 @@ async def props(call: ApiCall) -> ApiResult:
     worker, features = chosen.model.shown, capabilities(chosen, facts)
     return {
         "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, texts)},
-        "total_slots": preset.parallel,
+        "total_slots": rows(facts, preset),
         "model_alias": preset.id,
         "model_path": (preset.path or preset.repo or f"demo:{preset.demo}")
         if registry.access.is_admin(key)

@@ -333,7 +333,7 @@ async def describe_model(call: ApiCall) -> ApiResult:
                 {
                     "modelName": preset.id,
                     "modelUrl": _url(preset, admin=registry.access.is_admin(key)),
-                    "batchSize": preset.parallel,
+                    "batchSize": max((worker.rows for worker in model.workers), default=preset.contexts),
                     "maxBatchDelayMillis": 0,
                     "maxIdleSeconds": round(preset.replica_idle),
                     "queueSize": preset.queue_size,

@@ -5,7 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from router.config.presets import Preset
-from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
+from router.memory.checkpoint_facts import (
+    DTYPE_BYTES,
+    Checkpoint,
+    compute_dtype,
+    effective_ctx,
+    rows,
+    serves_embeddings,
+)
 from router.memory.estimate import MemoryEstimate
 from router.memory.remedies import Remedies
 from router.memory.segments import bits_on_load, head_bytes, quantized_and_kept, weight_bytes
@@ -125,7 +132,7 @@ def document(report: Report) -> dict[str, Any]:
         "quantized": report.quantized,
         "unquantized": report.unquantized,
         "ctx_size": report.tokens,
-        "parallel": report.preset.parallel,
+        "parallel": rows(report.facts, report.preset),
         "forked": report.is_forked,
         **{segment: sum(getattr(estimate, segment)) for segment in _SEGMENTS},
         "runtime_source": "measured" if report.runtime_is_measured else "assumed",
@@ -152,7 +159,9 @@ def text(report: Report) -> str:
     """The report for a terminal."""
     preset, estimate, method = report.preset, report.estimate, report.quantization
     dtype = f"{method}, {report.dtype}" if method else report.dtype
-    task = f"context {report.tokens} x {preset.parallel} sequences" if report.tokens else "embeds or scores texts"
+    task = "embeds or scores texts"
+    if report.tokens:
+        task = f"context {report.tokens}, {count_of(rows(report.facts, preset), 'sequence')} at once"
     lines = [f"{preset.id}   {dtype}, {task}", f"files     {report.files}"]
     if estimate.source == "preset":
         lines.append(_line("required", sum(estimate.shards), "required-memory of the preset"))
@@ -221,7 +230,7 @@ def _range_lines(report: Report) -> Iterator[str]:
     if report.fits:
         words = f"KV cache of {cache['granted']['tokens']} tokens, if nothing else is loaded"
         yield _line("granted", cache["granted"]["bytes"], words)
-    words = f"KV cache of {cache['most']['tokens']} tokens, the full context of {report.preset.parallel} sequences"
+    words = f"KV cache of {cache['most']['tokens']} tokens, the full context of {report.preset.contexts} sequences"
     yield _line("most", cache["most"]["bytes"], words)
 
 
@@ -243,7 +252,7 @@ def _context_formula(report: Report) -> str:
     if facts.cross_attention:
         parts.append("as much for what the encoder read")
     if facts.state_layers:
-        sequences = report.estimate.kv_tokens // report.tokens if facts.aligned else preset.parallel
+        sequences = report.estimate.kv_tokens // report.tokens if facts.aligned else rows(facts, preset)
         parts.append(f"{count_of(facts.state_layers, 'layer')} with states of {count_of(sequences, 'sequence')}")
     return ", and ".join(parts)
 

@@ -52,7 +52,13 @@ ADAPTER_NAME = re.compile(
 HUB = "hub:"  # prefix of the repository of an adapter that is not downloaded yet
 ALL_DEVICES = 1 << 20  # the value of `max` for a number of devices
 DEFAULT_CHUNK = 512  # tokens; llama-server's ubatch-size
-ACCELERATOR_CHUNK = 2048  # tokens; a guess, not measured on any card
+# Tokens. An H100 computes prompts of an 8B shape at 20,000, 24,900 and 30,100 tokens per second with 1,024, 2,048 and
+# 4,096 (scripts/gpu_check), and the activations of 4,096 take twice the memory.
+ACCELERATOR_CHUNK = 2048
+DEFAULT_CONTEXTS = 4  # llama-server's number of slots
+# With 32 requests of 64 tokens at once, 16 rows gave 2.2 to 3.2 times the tokens per second of 4 on two processors, and
+# a third of the time to the first token; 32 rows gave no more.
+DEFAULT_ROWS = 16
 ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
@@ -237,14 +243,16 @@ class Preset:
             " model",
             unset="the model's maximum up to 8192",
             also=("c", "ctx", "max-model-len", "exllama-max-seq-len", "max-req-total-len"))
-    parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
+    parallel: int = key(0, Integer(1, 4096, {"-1": 0, "auto": 0}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
+            unset=f"{DEFAULT_ROWS} that share the cache of {DEFAULT_CONTEXTS}; without a cache in blocks"
+            f" {DEFAULT_CONTEXTS}",
             also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs",
                   "running-max-req-size"),
             env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"))
     kv_tokens: int = key(0, Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), CONTEXT,
             "capacity of the KV cache for all requests; if it is exhausted, the newest requests wait",
-            unset="what is free, from ctx-size to ctx-size x parallel", also=("max-total-token-num",))
+            unset="what is free, from ctx-size to ctx-size x parallel (4 if unset)", also=("max-total-token-num",))
     kv_cache_dtype: str = key("auto", _KV_TYPE, CONTEXT,
             "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
             " int4 a third",
@@ -451,6 +459,11 @@ class Preset:
     @property
     def drafts_by_model(self) -> bool:
         return self.draft_max > 0 and bool(self.model_draft)
+
+    @property
+    def contexts(self) -> int:
+        """The number of full contexts for which the KV cache has room at most, unless `kv_tokens` fixes it."""
+        return self.parallel or DEFAULT_CONTEXTS
 
     @property
     def chunk(self) -> int:

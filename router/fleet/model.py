@@ -97,7 +97,7 @@ class Model:
         """One more worker should start if there is room.
 
         The minimum of `replicas` is kept while the model is in use. The maximum is used while each worker has more
-        requests than `parallel`. Replicas start one at a time, and none starts for an idle model.
+        requests than one step has sequences. Replicas start one at a time, and none starts for an idle model.
         """
         least, most = self.preset.replicas
         if most == 1 or now < self.no_replica_before:
@@ -111,8 +111,8 @@ class Model:
 
     @property
     def is_crowded(self) -> bool:
-        """Each worker has more requests than `parallel`."""
-        return all(len(worker.leases) > self.preset.parallel for worker in self.all_open)
+        """Each worker has more requests than one step has sequences."""
+        return all(len(worker.leases) > worker.rows for worker in self.all_open)
 
     def wanted_since(self, now: float) -> float:
         """Return the time since which a replica is wanted.

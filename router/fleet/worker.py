@@ -351,6 +351,11 @@ class Worker:
         return {**occupied, MAIN_MEMORY: max(0, occupied[MAIN_MEMORY] - latest.mapped)}
 
     @property
+    def rows(self) -> int:
+        """The most sequences in one step, as its engine last reported it."""
+        return (self.pulse.parallel if self.pulse is not None else 0) or self.preset.contexts
+
+    @property
     def latest_report(self) -> Pulse | Ready | None:
         """The newest event of its process with its memory."""
         return self.pulse or (self.process.ready if self.process is not None else None)

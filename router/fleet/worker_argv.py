@@ -10,7 +10,7 @@ from router.fleet.early_start import Phase
 from router.fleet.worker import Worker, estimated
 from router.launch.devices import usable_cores
 from router.launch.interface import Program
-from router.memory.checkpoint_facts import Checkpoint, effective_ctx, prefill_chunk, takes_images
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx, prefill_chunk, rows, takes_images
 from router.planner.ledger import HOST
 from worker.protocol.argv import ENGINES, Estimate, encode_adapters
 
@@ -79,6 +79,7 @@ def model_options(
 ) -> Any:
     """Return a command of `kind` for a model without a worker. `layers` and `ranks` as in `sharding.Choice`."""
     devices = ("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or ranks))
+    tokens, places = effective_ctx(facts, preset), rows(facts, preset)
     return kind(
         snapshot=snapshot,
         tokenizer=preset.tokenizer,
@@ -94,9 +95,9 @@ def model_options(
         rope=json.dumps(dict(preset.rope)) if preset.rope else "",
         attention=preset.attention,
         enforce_eager=preset.enforce_eager,
-        ctx_size=effective_ctx(facts, preset),
-        parallel=preset.parallel,
-        kv_tokens=preset.kv_tokens,
+        ctx_size=tokens,
+        parallel=places,
+        kv_tokens=preset.kv_tokens or (preset.contexts * tokens if places > preset.contexts else 0),
         kv_cache_dtype=preset.kv_cache_dtype,
         prefill_chunk=prefill_chunk(facts, preset, on_host=on_host),
         draft_max=preset.draft_max,

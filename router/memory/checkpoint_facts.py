@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.config.presets import ACCELERATOR_CHUNK, DEFAULT_CHUNK, Preset
+from router.config.presets import ACCELERATOR_CHUNK, DEFAULT_CHUNK, DEFAULT_ROWS, Preset
 from router.errors import RouterError
 from worker.protocol.architectures import PAGED
 from worker.protocol.model_config import longest_sequence
@@ -194,6 +194,16 @@ def prefill_chunk(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """
     is_small = on_host or facts.aligned or preset.attention == "eager" or serves_embeddings(facts, preset)
     return preset.chunk or (DEFAULT_CHUNK if is_small else ACCELERATOR_CHUNK)
+
+
+def rows(facts: Checkpoint, preset: Preset) -> int:
+    """Return the most sequences in one step.
+
+    Blocks are taken as texts grow, so more sequences than full contexts share a KV cache in blocks. Each row of another
+    cache takes the memory of a full context.
+    """
+    is_paged = not (facts.aligned or serves_embeddings(facts, preset))
+    return preset.parallel or (DEFAULT_ROWS if is_paged else preset.contexts)
 
 
 def serves_embeddings(facts: Checkpoint, preset: Preset) -> bool:

@@ -363,7 +363,7 @@ def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: 
     if serves_embeddings(facts, preset):
         return 0
     layers = facts.layers or facts.named_layers
-    cached = preset.kv_tokens or preset.parallel * tokens
+    cached = preset.kv_tokens or preset.contexts * tokens
     return 2 * facts.hidden * layers * cached * DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
 
 

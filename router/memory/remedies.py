@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from router.config.presets import Preset
-from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
+from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx, rows
 from router.memory.estimate import MemoryEstimate
 from router.memory.segments import ON_LOAD, bits_on_load
 from router.memory.sharding import Choice, fits, static_estimate
@@ -72,17 +72,18 @@ def remedies(
     pools = range(-(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS, preset.kv_tokens, BLOCK_TOKENS)
     changes: dict[str, int | str | None] = {
         "kv-tokens": _largest(pools, lambda tokens: fit(replace(preset, kv_tokens=tokens))),
-        "parallel": _largest(range(1, preset.parallel), lambda parallel: fit(replace(preset, parallel=parallel))),
+        "parallel": _largest(range(1, rows(facts, preset)), lambda parallel: fit(replace(preset, parallel=parallel))),
         "ctx-size": _largest(contexts, lambda tokens: fit(replace(preset, ctx_size=tokens))),
         "kv-cache-dtype": _first(caches, lambda name: fit(replace(preset, kv_cache_dtype=name))),
         "quantization": _first(methods, lambda method: fit(replace(preset, quantization=method))),
     }
     if any(changes.values()):
         return Remedies(_settings(changes))
-    return _joint_remedies(preset, caches, methods, contexts, tokens, fit)
+    return _joint_remedies(facts, preset, caches, methods, contexts, tokens, fit)
 
 
 def _joint_remedies(
+    facts: Checkpoint,
     preset: Preset,
     caches: Sequence[str],
     methods: Sequence[str],
@@ -107,7 +108,7 @@ def _joint_remedies(
         return Remedies()
     changes = {
         "kv-tokens": context if preset.kv_tokens else None,
-        "parallel": 1 if preset.parallel > 1 else None,
+        "parallel": 1 if rows(facts, preset) > 1 else None,
         "ctx-size": context if context < tokens else None,
         "kv-cache-dtype": caches[-1] if caches else None,
         "quantization": methods[-1] if methods else None,

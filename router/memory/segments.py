@@ -18,6 +18,7 @@ from router.memory.checkpoint_facts import (
     compute_dtype,
     prefill_chunk,
     quantized_numbers,
+    rows,
     serves_embeddings,
     takes_images,
 )
@@ -223,7 +224,7 @@ class KvRange:
 
 
 def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> KvRange:
-    """Return the range of the KV cache: the least is one request of `tokens`, the most is `parallel` of them, and a
+    """Return the range of the KV cache: the least is one request of `tokens`, the most is `contexts` of them, and a
     step is one block, or one row of the aligned cache. `kv-tokens` and `parallel` = 1 fix the size.
 
     Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), with the
@@ -264,13 +265,13 @@ def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -
         step = tokens * per_token + 2 * facts.state_layers * state + blocks * draft_block
         one_layer = tokens * max(sizes) if attending else 0
         base = max(one_layer, state)
-        most = preset.parallel
-        stated = min(preset.parallel, preset.kv_tokens // tokens)
+        most = preset.contexts
+        stated = min(preset.contexts, preset.kv_tokens // tokens)
     else:
         unit, units = BLOCK_TOKENS, blocks
         step = BLOCK_TOKENS * per_token + draft_block
-        base = preset.parallel * facts.state_layers * state  # each sequence that may run at once has its states
-        most = preset.parallel * units
+        base = rows(facts, preset) * facts.state_layers * state  # each sequence that may run at once has its states
+        most = preset.contexts * units
         stated = -(-preset.kv_tokens // BLOCK_TOKENS)
     if preset.kv_tokens:
         units = most = stated
@@ -308,18 +309,18 @@ def compute_bytes(
             f"config.json of {facts.model_type or 'this model'} does not state its hidden size and vocabulary",
         )
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
+    places, only_encodes = rows(facts, preset), serves_embeddings(facts, preset)
     is_whole_prompt = only_encodes or facts.cross_attention  # encoders do not compute prompts in chunks
-    drafted = most_drafted(preset)
+    drafted = most_drafted(facts, preset)
     chunk = prefill_chunk(facts, preset, on_host=on_host)
-    step = (max(chunk, tokens) if is_whole_prompt else min(chunk, rows * tokens)) + rows + drafted
+    step = (max(chunk, tokens) if is_whole_prompt else min(chunk, places * tokens)) + places + drafted
     bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
     bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
     if takes_images(facts, preset):  # one layer of the vision tower, and the features of one image for each row
-        bound += (facts.vision_elements + rows * facts.picture_tokens * facts.hidden) * size
+        bound += (facts.vision_elements + places * facts.picture_tokens * facts.hidden) * size
     if only_encodes or part == "layers":
         return bound
-    bound += facts.vocab_size * (rows + PROMPT_LOGITS + drafted) * DRAW_BYTES
+    bound += facts.vocab_size * (places + PROMPT_LOGITS + drafted) * DRAW_BYTES
     if on_host and not preset.enforce_eager:  # the CPU kernel reorders linear layers between steps, by slices
         bound += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * size, SLICE_BYTES)
     if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):
@@ -329,9 +330,9 @@ def compute_bytes(
     return bound
 
 
-def most_drafted(preset: Preset) -> int:
+def most_drafted(facts: Checkpoint, preset: Preset) -> int:
     """Return the most tokens that one step drafts."""
-    return min(DRAFT_LOGITS, preset.parallel * preset.draft_max) if preset.speculates else 0
+    return min(DRAFT_LOGITS, rows(facts, preset) * preset.draft_max) if preset.speculates else 0
 
 
 def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, size: int) -> int:
@@ -357,18 +358,18 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, 
     # Keys and values of one row in one piece, and once more repeated for each query head. On the aligned backend each
     # decoding row repeats its own.
     cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
-    bound += 2 * (1 + preset.parallel * facts.aligned) * max(tokens * facts.attention_elements * size, cached)
+    bound += 2 * (1 + preset.contexts * facts.aligned) * max(tokens * facts.attention_elements * size, cached)
     is_converted = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
     if is_converted and not only_encodes:  # a step converts the cache of all its rows, in parts
-        bound += 2 * min(preset.parallel * cached, DEQUANTIZED_KV_BYTES["cpu" if on_host else "cuda"])
+        bound += 2 * min(rows(facts, preset) * cached, DEQUANTIZED_KV_BYTES["cpu" if on_host else "cuda"])
     return bound
 
 
 def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, size: int) -> int:
     """Return the bytes that CUDA graphs of decode steps keep: one step of all rows, gathered keys and values, and the
     graphs themselves, one for each power of two of rows and of context."""
-    rows = preset.parallel
+    places = rows(facts, preset)
     cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
-    step = _layer_bytes(facts, preset, rows, size) + rows * facts.vocab_size * (size + 8)
-    graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
-    return step + min(rows * cached, GATHERED_BYTES) + rows * tokens * MASK_BYTES + graphs * GRAPH_BYTES
+    step = _layer_bytes(facts, preset, places, size) + places * facts.vocab_size * (size + 8)
+    graphs = (places.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
+    return step + min(places * cached, GATHERED_BYTES) + places * tokens * MASK_BYTES + graphs * GRAPH_BYTES

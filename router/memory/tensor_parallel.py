@@ -9,7 +9,7 @@ it.
 from dataclasses import replace
 
 from router.config.presets import Preset
-from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
+from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, rows
 from router.memory.estimate import (
     TOKENIZER_BYTES,
     UNKNOWN,
@@ -77,7 +77,7 @@ def estimate(
     cache = kv_range(part, preset, tokens, on_host=on_host)
     context = cache.least
     # Parts of the ranks, and the gathered ones.
-    logits = 2 * (preset.parallel + 16 + most_drafted(preset)) * facts.vocab_size * each
+    logits = 2 * (rows(facts, preset) + 16 + most_drafted(facts, preset)) * facts.vocab_size * each
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     stacked = (facts.stacked + facts.stacked // max(facts.layers, 1)) * each  # as in `kept_bytes`, on each rank

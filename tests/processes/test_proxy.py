@@ -366,6 +366,8 @@ async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> No
             assert [slot["is_processing"] for slot in reported] == [True, False, False], (
                 "an engine that does not report slots"
             )
+            up.launcher.say("a", Pulse(steps=72, running=0, waiting=0, measured={"cpu": 1}, parallel=16))
+            assert len(await get("/slots")) == 16, "the rows of its engine"
 
 
 async def test_a_lost_worker_is_502_if_autoload_is_off(tmp_path: Path) -> None:

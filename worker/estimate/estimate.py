@@ -125,7 +125,8 @@ def estimate(options: Estimate) -> Estimated:
 def least_context(options: Estimate, context: int) -> int:
     """Return the bytes of the KV cache that the load of a worker may count on: loading is over before the cache is
     made. The router may grant less than the `context` of all rows, but that of one row at least."""
-    return context if options.kv_tokens else context // options.parallel
+    contexts = -(-options.kv_tokens // options.ctx_size) if options.kv_tokens else options.parallel
+    return context // max(1, contexts)
 
 
 def device_overhead(options: Estimate, compute: int) -> int:

@@ -41,7 +41,7 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("cache-type-k = q4_0\nctv = int4", "kv_cache_dtype", "int4"),
         ("LLAMA_ARG_CACHE_TYPE_V = f16", "kv_cache_dtype", "f16"),
         ("cache-8bit = off", "kv_cache_dtype", "auto"),
-        ("np = -1", "parallel", 4),
+        ("np = -1", "parallel", 0),
         ("ub = 128", "prefill_chunk", 128),
         ("", "chunk", 0),
         ("b = 64", "chunk", 64),

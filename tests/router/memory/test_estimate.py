@@ -19,6 +19,7 @@ from router.memory.checkpoint_facts import (
     WrongQuantization,
     effective_ctx,
     prefill_chunk,
+    rows,
 )
 from router.memory.estimate import (
     INHERITED_SHARE,
@@ -71,6 +72,25 @@ def test_kv_tokens_limit_the_cache_but_not_below_one_request() -> None:
     assert effective_ctx(QWEN3_4B, preset(ctx_size=-1, kv_tokens=5000)) == 5000
     with pytest.raises(ContextTooLarge, match="kv-tokens 4000 is less than the 4096 tokens"):
         estimate(QWEN3_4B, preset(kv_tokens=4000), on_host=False)
+
+
+def test_sixteen_sequences_share_the_cache_of_four_unless_parallel_is_stated() -> None:
+    unset, four = Preset(id="m", source="preset"), Preset(id="m", source="preset", parallel=4)
+    assert (rows(QWEN3_4B, unset), rows(QWEN3_4B, four)) == (16, 4)
+    cache = most_context(QWEN3_4B, unset, 4096, on_host=False)
+    assert cache == most_context(QWEN3_4B, four, 4096, on_host=False)
+    sixteen = replace(four, parallel=16)
+    assert most_context(QWEN3_4B, sixteen, 4096, on_host=False) == 4 * cache
+    for on_host in (False, True):
+        assert compute_bytes(QWEN3_4B, unset, 4096, on_host=on_host) == compute_bytes(
+            QWEN3_4B, sixteen, 4096, on_host=on_host
+        ), "a step has 16 rows"
+
+
+def test_without_a_cache_in_blocks_there_are_as_many_rows_as_full_contexts() -> None:
+    unset = Preset(id="m", source="preset")
+    assert rows(replace(QWEN3_4B, aligned=True), unset) == 4
+    assert rows(QWEN3_4B, replace(unset, task="embed")) == 4
 
 
 def test_a_state_has_the_same_size_at_any_length() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,21 @@ def test_facts_have_those_of_the_draft_model_and_another_identity(tmp_path: Path
     assert (argv.draft_snapshot, argv.draft_max, argv.ngram_size) == (str(draft), 16, 0)
     off = Preset(id="m", path=str(target), model_draft=str(draft), draft_max=0)
     assert files.facts(target, off) == alone
+
+
+def test_a_worker_without_parallel_gets_more_sequences_than_full_contexts(tmp_path: Path) -> None:
+    paged, aligned = (tiny.make(family, tmp_path / family) for family in ("llama", "mamba"))
+    files = snapshots(tmp_path)
+
+    def asked(folder: Path, **keys: Any) -> tuple[int, int]:
+        preset = Preset(id="m", path=str(folder), ctx_size=96, **keys)
+        argv = worker_argv.model_options(Estimate, preset, files.facts(folder, preset), str(folder), on_host=True)
+        return argv.parallel, argv.kv_tokens
+
+    assert asked(paged) == (16, 4 * 96)
+    assert asked(paged, kv_tokens=200) == (16, 200)
+    assert asked(paged, parallel=2) == (2, 0)
+    assert asked(aligned) == (4, 0)
 
 
 def test_a_draft_model_of_the_hub_is_downloaded_with_its_target(tmp_path: Path) -> None:
