@@ -79,7 +79,6 @@ def model_options(
 ) -> Any:
     """Return a command of `kind` for a model without a worker. `layers` and `ranks` as in `sharding.Choice`."""
     devices = ("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or ranks))
-    tokens, places = effective_ctx(facts, preset), rows(facts, preset)
     return kind(
         snapshot=snapshot,
         tokenizer=preset.tokenizer,
@@ -95,9 +94,10 @@ def model_options(
         rope=json.dumps(dict(preset.rope)) if preset.rope else "",
         attention=preset.attention,
         enforce_eager=preset.enforce_eager,
-        ctx_size=tokens,
-        parallel=places,
-        kv_tokens=preset.kv_tokens or (preset.contexts * tokens if places > preset.contexts else 0),
+        ctx_size=effective_ctx(facts, preset),
+        parallel=rows(facts, preset),
+        contexts=preset.contexts,
+        kv_tokens=preset.kv_tokens,
         kv_cache_dtype=preset.kv_cache_dtype,
         prefill_chunk=prefill_chunk(facts, preset, on_host=on_host),
         draft_max=preset.draft_max,

@@ -124,9 +124,8 @@ def estimate(options: Estimate) -> Estimated:
 
 def least_context(options: Estimate, context: int) -> int:
     """Return the bytes of the KV cache that the load of a worker may count on: loading is over before the cache is
-    made. The router may grant less than the `context` of all rows, but that of one row at least."""
-    contexts = -(-options.kv_tokens // options.ctx_size) if options.kv_tokens else options.parallel
-    return context // max(1, contexts)
+    made. The router may grant less than the whole `context`, but that of one row at least."""
+    return context if options.kv_tokens else context // (options.contexts or options.parallel)
 
 
 def device_overhead(options: Estimate, compute: int) -> int:
@@ -171,7 +170,7 @@ def _with_draft(options: ModelOptions, config: Any, traced: Traced) -> Traced:
     # The cache of the target, also where the draft model has fewer positions.
     ctx_size = requests.context_size(options, architectures.positions(config))
     if architectures.backend(config) == "paged":
-        blocks = pool_blocks(options.parallel, ctx_size, options.kv_tokens)
+        blocks = pool_blocks(options.contexts or options.parallel, ctx_size, options.kv_tokens)
     else:
         blocks = pool_blocks(backends.aligned_rows(options, ctx_size), ctx_size)
     draft = trace(replace(drafting, ctx_size=ctx_size, kv_tokens=blocks * BLOCK_TOKENS), draft_config)

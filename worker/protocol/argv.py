@@ -96,7 +96,8 @@ class ModelOptions:
         0, "Context length of one request in tokens, prompt and completion together; 0: the model's maximum."
     )
     parallel: int = _option(4, "Maximum number of sequences in one step.")
-    kv_tokens: int = _option(0, "Capacity of the KV cache in tokens, over all sequences; 0: ctx_size x parallel.")
+    contexts: int = _option(0, "Requests of ctx_size tokens for which the KV cache has room; 0: as many as parallel.")
+    kv_tokens: int = _option(0, "Capacity of the KV cache in tokens, over all sequences; 0: ctx_size x contexts.")
     kv_cache_dtype: str = _option(
         "auto",
         "Type of the KV cache: auto (the type of the model), f32, f16, bf16, int8 or int4. Does not apply to "

@@ -104,15 +104,15 @@ def test_a_worker_without_parallel_gets_more_sequences_than_full_contexts(tmp_pa
     paged, aligned = (tiny.make(family, tmp_path / family) for family in ("llama", "mamba"))
     files = snapshots(tmp_path)
 
-    def asked(folder: Path, **keys: Any) -> tuple[int, int]:
+    def asked(folder: Path, **keys: Any) -> tuple[int, int, int]:
         preset = Preset(id="m", path=str(folder), ctx_size=96, **keys)
         argv = worker_argv.model_options(Estimate, preset, files.facts(folder, preset), str(folder), on_host=True)
-        return argv.parallel, argv.kv_tokens
+        return argv.parallel, argv.contexts, argv.kv_tokens
 
-    assert asked(paged) == (16, 4 * 96)
-    assert asked(paged, kv_tokens=200) == (16, 200)
-    assert asked(paged, parallel=2) == (2, 0)
-    assert asked(aligned) == (4, 0)
+    assert asked(paged) == (16, 4, 0)
+    assert asked(paged, kv_tokens=200) == (16, 4, 200)
+    assert asked(paged, parallel=2) == (2, 2, 0)
+    assert asked(aligned) == (4, 4, 0)
 
 
 def test_a_draft_model_of_the_hub_is_downloaded_with_its_target(tmp_path: Path) -> None:

@@ -297,6 +297,7 @@ def test_a_load_counts_on_the_least_kv_cache_only(tmp_path: Path) -> None:
     """Memory of a load is free again before the cache is made, and the router may grant one row of it."""
     chosen = options(tmp_path, parallel=4)
     assert estimate.least_context(chosen, 400) == 100
+    assert estimate.least_context(dataclasses.replace(chosen, parallel=16, contexts=4), 400) == 100
     assert estimate.least_context(dataclasses.replace(chosen, kv_tokens=64), 400) == 400
 
 

@@ -206,7 +206,7 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
             ) from error
         if not cuda_errors.is_exhausted(error):
             raise
-        what = f"the context ({options.parallel} sequences of {ctx_size} tokens) and one step"
+        what = f"the context ({options.contexts or options.parallel} sequences of {ctx_size} tokens) and one step"
         raise memory.start_error(what, loaded.device, error) from error
 
 

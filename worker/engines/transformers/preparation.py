@@ -34,7 +34,7 @@ MAX_PREBUILT_BYTES = 512 << 20
 _TASKS = ("auto", "generate", "embed", "rerank")
 # The least value of each numeric option.
 _LEAST = {
-    "parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
+    "parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "contexts": 0, "kv_tokens": 0, "queue_size": 0,
     "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0, "tensor_parallel": 1,
 }  # fmt: skip
 

@@ -56,7 +56,8 @@ def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> BlockA
             f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
             " raise kv-tokens or lower ctx-size"
         )
-    return BlockAllocator(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
+    contexts = options.contexts or options.parallel
+    return BlockAllocator(options.parallel, pool_blocks(contexts, ctx_size, options.kv_tokens), caches=caches)
 
 
 def make_pool(
