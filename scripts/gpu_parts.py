@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -525,7 +525,6 @@ _SMALL_CHUNK = "--prefill-chunk=512"
 def promise(setting: Setting) -> Facts:
     """A worker of each family under load stays within its own estimate, by torch and by NVML, and all of its memory is
     back after a kill. Once ready it grows by no more than the estimate allows for fragmentation."""
-    facts, broken = Facts(), []
     families = ["llama"] if setting.on_cpu else list(FAMILIES)
     with ExitStack() as stack:
         asked = {
@@ -535,25 +534,39 @@ def promise(setting: Setting) -> Facts:
         workers = {family: stack.enter_context(Worker([*asked[family], "--prepare"])) for family in asked}
         pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
         estimates = {family: pool.submit(_estimate, options) for family, options in asked.items()}
-        for family in families:
+
+        def measure(family: str) -> Facts:
+            if family not in asked:
+                return setting.known[family]
+            worker = workers[family]
             try:
-                found = (
-                    _promise(setting, workers[family], estimates[family].result())
-                    if family in asked
-                    else setting.known[family]
-                )
-            except Failed as error:
-                broken.append(f"{family}: {error}")
-                setting.record(family, {"error": str(error)})
-                continue
-            facts[family] = found
-            setting.record(family, found)
-            if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
-                broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
-            elif not setting.on_cpu and found["host"] > found["host_promised"]:
-                broken.append(f"{family}: {found['host_promised'] >> 20} MiB of main memory promised: {found}")
-            elif not setting.on_cpu and found["nvml_loaded"] > found["nvml_ready"] + found["fragmentation"]:
-                broken.append(f"{family} grew under load after it was ready: {found}")
+                return _promise(setting, family, worker, estimates[family].result())
+            finally:  # also if it has not ended its load: it must not run beside the next
+                worker.process.kill()
+                worker.process.wait()
+
+        return judge_families(setting, families, measure)
+
+
+def judge_families(setting: Setting, families: Sequence[str], measure: Callable[[str], Facts]) -> Facts:
+    """Record what `measure` finds of each family. Raises Failed after the last one, if some break or take too much."""
+    facts, broken = Facts(), []
+    for family in families:
+        try:
+            found = measure(family)
+        except Exception as error:  # noqa: BLE001  whatever it is, the other families are measured, too
+            said = f"{type(error).__name__}: {error}"
+            broken.append(f"{family}: {said}")
+            setting.record(family, {"error": said})
+            continue
+        facts[family] = found
+        setting.record(family, found)
+        if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
+            broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
+        elif not setting.on_cpu and found["host"] > found["host_promised"]:
+            broken.append(f"{family}: {found['host_promised'] >> 20} MiB of main memory promised: {found}")
+        elif not setting.on_cpu and found["nvml_loaded"] > found["nvml_ready"] + found["fragmentation"]:
+            broken.append(f"{family} grew under load after it was ready: {found}")
     if broken:
         raise Failed("; ".join(broken))
     return facts
@@ -571,7 +584,7 @@ def _asked(setting: Setting, family: str) -> list[str]:
     return [*asked, _SMALL_CHUNK] if family == "mamba" else asked  # the last of two counts
 
 
-def _promise(setting: Setting, worker: "Worker", estimated: Facts) -> Facts:
+def _promise(setting: Setting, family: str, worker: "Worker", estimated: Facts) -> Facts:
     from worker.protocol.memory import UNUSABLE_SHARE
 
     small = setting.on_cpu
@@ -589,7 +602,8 @@ def _promise(setting: Setting, worker: "Worker", estimated: Facts) -> Facts:
     for kind, body in _KINDS.items():
         asyncio.run(_ask(address, {"prompt": [10] * 40, "max_tokens": 8, "ignore_eos": True} | body))
         grown[kind] = used(setting, process.pid) - before - ready
-    asyncio.run(_load(address, setting))
+    lengths = _MAMBA_PROMPTS if family == "mamba" else _PROMPTS[small]
+    asyncio.run(_load(address, lengths, None if small else LOAD_SECONDS))
     loaded = used(setting, process.pid) - before
     pulses = _next_pulses(events, setting.device)
     process.send_signal(signal.SIGKILL)
@@ -713,12 +727,24 @@ _KINDS: dict[str, Facts] = {
 }
 
 
-async def _load(address: str, setting: Setting) -> None:
-    """Prompts of all lengths at once."""
-    lengths = [300, 5] if setting.on_cpu else [3000, 5, 800, 1900, 2500, 60, 3500, 400] * 4
+LOAD_SECONDS = 40.0  # limit of one family's load on an accelerator, a guess
+
+# Tokens of the prompts of a load: on the CPU, and on an accelerator.
+_PROMPTS = {True: [300, 5], False: [3000, 5, 800, 1900, 2500, 60, 3500, 400] * 4}
+# A chunk of 512 beside all other rows is the largest step. Of a longer prompt each further token would take a forward
+# of its own, because mamba's code cannot continue a state with several tokens.
+_MAMBA_PROMPTS = [512, 5, 5, 5] * 4
+
+
+async def _load(address: str, lengths: Sequence[int], most_seconds: float | None = None) -> None:
+    """Send requests with prompts of these lengths at once. Raises Failed if some have not ended by `most_seconds`."""
     body = {"max_tokens": 64, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
     bodies = ({"prompt": [10 + place] * length} | body for place, length in enumerate(lengths))
-    await asyncio.gather(*(_ask(address, body) for body in bodies))
+    try:
+        async with asyncio.timeout(most_seconds):
+            await asyncio.gather(*(_ask(address, body) for body in bodies))
+    except TimeoutError:
+        raise Failed(f"the load did not end within {most_seconds:.0f} s") from None
 
 
 async def _ask(address: str, body: Facts) -> None:
@@ -1023,7 +1049,7 @@ def ranks(setting: Setting) -> Facts:
     with Worker([*shared, f"--reserved={json.dumps(reserved)}"]) as worker:
         address = worker.ready()
         together = asyncio.run(_texts(address, setting))
-        asyncio.run(_load(address, setting))
+        asyncio.run(_load(address, _PROMPTS[setting.on_cpu]))
         measured = [max(_next_pulses(worker.events, name)) for name in reserved]
         driver = [used(setting, worker.process.pid, shard) - before[shard] for shard in range(len(names))]
     facts: Facts = {"promised": promised, "measured": measured}

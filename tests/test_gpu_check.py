@@ -1,6 +1,7 @@
 """scripts/gpu_check, as far as a machine without an accelerator can tell."""
 
 import argparse
+import asyncio
 import json
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from scripts import gpu_parts
@@ -136,6 +138,32 @@ def test_launching_ahead_fails_if_it_costs_time_or_does_not_happen() -> None:
         gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
     with pytest.raises(gpu_parts.Failed, match="0 were launched ahead"):
         gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
+
+
+def test_a_family_whose_worker_or_requests_break_counts_for_itself(tmp_path: Path) -> None:
+    recorded: dict[str, Any] = {}
+
+    def measure(family: str) -> dict[str, Any]:
+        if family == "mamba":
+            raise httpx.ReadTimeout("")
+        return {"promised": 5 << 20, "measured": 3 << 20, "nvml_loaded": 6 << 20 if family == "gpt2" else 4 << 20}
+
+    place = gpu_parts.Setting("cpu", tmp_path / "models", tmp_path / "gpu", recorded.__setitem__)
+    with pytest.raises(gpu_parts.Failed, match=r"^mamba: ReadTimeout: ; gpt2: promised 5 MiB"):
+        gpu_parts.judge_families(place, ["llama", "mamba", "gpt2"], measure)
+    assert recorded["mamba"] == {"error": "ReadTimeout: "}
+    assert [family for family, found in recorded.items() if "promised" in found] == ["llama", "gpt2"]
+
+
+async def test_a_load_that_does_not_end_fails_at_its_limit() -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(gpu_parts.Failed, match="did not end within 0 s"):
+            await gpu_parts._load(f"http://127.0.0.1:{port}", [1, 1], 0.01)
 
 
 def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
