@@ -524,7 +524,7 @@ _SMALL_CHUNK = "--prefill-chunk=512"
 
 def promise(setting: Setting) -> Facts:
     """A worker of each family under load stays within its own estimate, by torch and by NVML, and all of its memory is
-    back after a kill. Once ready it grows by no more than the estimate allows for fragmentation."""
+    back after a kill. Once it is ready, its peak rises by no more than the estimate allows for fragmentation."""
     families = ["llama"] if setting.on_cpu else list(FAMILIES)
     with ExitStack() as stack:
         asked = {
@@ -565,8 +565,10 @@ def judge_families(setting: Setting, families: Sequence[str], measure: Callable[
             broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
         elif not setting.on_cpu and found["host"] > found["host_promised"]:
             broken.append(f"{family}: {found['host_promised'] >> 20} MiB of main memory promised: {found}")
-        elif not setting.on_cpu and found["nvml_loaded"] > found["nvml_ready"] + found["fragmentation"]:
-            broken.append(f"{family} grew under load after it was ready: {found}")
+        # Of peaks: the driver shows less when the worker is ready than the warmup took, because a recording of graphs
+        # begins by emptying the allocator's cache.
+        elif not setting.on_cpu and found["measured"] > found["measured_ready"] + found["fragmentation"]:
+            broken.append(f"{family}: its peak rose under load after it was ready: {found}")
     if broken:
         raise Failed("; ".join(broken))
     return facts
@@ -612,7 +614,8 @@ def _promise(setting: Setting, family: str, worker: "Worker", estimated: Facts) 
     return {
         **{part: estimated[part][0] for part in parts},
         "promised": promised, "fragmentation": int(UNUSABLE_SHARE * estimated["compute"][0]) + 16 * MIB,
-        "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded, "grown": grown,
+        "measured_ready": events.of("ready")[0]["measured"][setting.device], "measured": max(pulses),
+        "nvml_ready": ready, "nvml_loaded": loaded, "grown": grown,
         "overhead": events.of("ready")[0]["overhead"],
         "host_promised": estimated.get("host", 0), "host": max(pulse["measured"]["cpu"] for pulse in events.pulses()),
         "back_after": seconds,

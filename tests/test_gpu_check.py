@@ -155,6 +155,15 @@ def test_a_family_whose_worker_or_requests_break_counts_for_itself(tmp_path: Pat
     assert [family for family, found in recorded.items() if "promised" in found] == ["llama", "gpt2"]
 
 
+def test_a_family_may_fill_the_cache_that_its_recording_emptied_but_not_exceed_its_peak(tmp_path: Path) -> None:
+    place = gpu_parts.Setting("cuda:0", tmp_path / "models", tmp_path / "gpu", lambda step, facts: None)
+    found = {"promised": 90 << 20, "nvml_ready": 40 << 20, "nvml_loaded": 80 << 20, "fragmentation": 8 << 20}
+    found |= {"measured_ready": 70 << 20, "measured": 78 << 20, "host": 1, "host_promised": 1}
+    assert gpu_parts.judge_families(place, ["llama"], lambda family: found) == {"llama": found}
+    with pytest.raises(gpu_parts.Failed, match="llama: its peak rose under load"):
+        gpu_parts.judge_families(place, ["llama"], lambda family: found | {"measured": 79 << 20})
+
+
 async def test_a_load_that_does_not_end_fails_at_its_limit() -> None:
     async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

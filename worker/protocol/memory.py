@@ -56,12 +56,12 @@ HEAP_FACTOR = 2
 
 # Workspaces of CUDA's libraries on one accelerator, for three users: the loading thread, the stream that records graphs
 # and the computing thread. Each has 32 MiB for cuBLAS on Hopper (cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG; less on
-# older cards) and 1 MiB for cuBLASLt. Steps and workspaces together took 190 to 250 MiB where 233 to 390 were estimated
-# (five families, H200).
+# older cards) and 1 MiB for cuBLASLt. Steps, graphs and workspaces together took 241 to 405 MiB where 299 to 696 were
+# estimated with the share below (five families, H100, prefill-chunk 2,048).
 CUBLAS_WORKSPACE_BYTES = 3 * 33 * MIB
 
-# Fragmentation of torch's allocator on an accelerator, as a share of the live bytes. Measured: requests add 6 to 26 %
-# of the largest step to what a worker holds when it is ready (five families, H200).
+# Fragmentation of torch's allocator on an accelerator, as a share of the live bytes. A guess. In the measurement above,
+# two of the five families would have taken 11 and 12 MiB more than estimated without it.
 UNUSABLE_SHARE = 0.25
 
 # NCCL's channels on each device of a tensor-parallel model, outside torch's allocator. A guess.
