@@ -214,12 +214,12 @@ def test_every_part_passes_on_the_cpu(tmp_path: Path) -> None:
         assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
 
 
-PROMPTS = """
+PART = """
 import sys, weakref
 from pathlib import Path
 from scripts import gpu_parts
 
-tool, folder, models = gpu_parts.bench(), Path(sys.argv[1]), []
+tool, folder, models = gpu_parts.bench(), Path(sys.argv[2]), []
 
 class Watched(tool.Ours):
     def __init__(self, *args, **options):
@@ -228,16 +228,17 @@ class Watched(tool.Ours):
         models.append(weakref.ref(self.engine._generation._backend.runner._model))
 
 tool.Ours = Watched
-gpu_parts.prompts(gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None))
+gpu_parts.PARTS[sys.argv[1]].run(gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None))
 assert len(models) > 1
 """
 
 
 @pytest.mark.slow
-def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["prompts", "ahead"])
+def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(part: str, tmp_path: Path) -> None:
     """On a card each of them may take a third of the memory."""
     done = subprocess.run(
-        [sys.executable, "-c", PROMPTS, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", PART, part, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
 
