@@ -7,6 +7,7 @@
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ def main() -> None:
     devices = Devices(os.environ)
     for line in sys.stdin:
         print(json.dumps(answer(devices, *line.split())), flush=True)
+
+
+@cache
+def worker_memory() -> Any:
+    # Late, because it imports torch, which takes longer than all else here.
+    from worker.engines.transformers.device.process_overhead import NvmlMemory
+
+    return NvmlMemory()
 
 
 def answer(devices: Devices, verb: str, *words: str) -> Any:
@@ -40,10 +49,7 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
         except ValueError as error:
             return f"error: {error}"
     if verb == "worker":
-        # Late, because it imports torch, which takes longer than all else here.
-        from worker.engines.transformers.device.process_overhead import NvmlMemory
-
-        return {"used": NvmlMemory().used(words[0]), "own": NvmlMemory().own(words[0])}
+        return {"used": worker_memory().used(words[0]), "own": worker_memory().own(words[0])}
     fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))
     return None
 

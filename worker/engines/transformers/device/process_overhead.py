@@ -30,10 +30,12 @@ class DriverMemory(Protocol):
 
 
 class NvmlMemory:
-    """NVML. Used only at the start of a load."""
+    """NVML, from the first query until the process exits. A fork server never queries it: an open device does not
+    survive a fork."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ):
         self._environ = environ
+        self._is_open = False
 
     def used(self, device: str) -> int | None:
         found: int | None = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -49,11 +51,10 @@ class NvmlMemory:
         except ImportError:
             return None
         try:
-            pynvml.nvmlInit()
-            try:
-                return question(pynvml, self._handle(pynvml, int(device.partition(":")[2] or 0)))
-            finally:
-                pynvml.nvmlShutdown()
+            if not self._is_open:
+                pynvml.nvmlInit()
+                self._is_open = True
+            return question(pynvml, self._handle(pynvml, int(device.partition(":")[2] or 0)))
         except pynvml.NVMLError:
             return None
 
