@@ -110,6 +110,28 @@ def _settled(setting: Setting, before: int, begin: float) -> float:
 
 # Device and context
 
+NVML = """
+import time, pynvml
+
+def seconds(work):
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin
+
+opened = seconds(pynvml.nvmlInit)
+handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+used = min(seconds(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle)) for _ in range(5))
+listed = min(seconds(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) for _ in range(5))
+print(opened, used, listed)
+"""
+
+
+def nvml_seconds() -> list[float]:
+    """Seconds to open NVML in a process of its own, and of the two queries that a worker makes."""
+    done = subprocess.run([sys.executable, "-c", NVML], capture_output=True, text=True, check=True, timeout=120)
+    return list(map(float, done.stdout.split()))
+
+
 CONTEXT = """
 import sys, torch
 device = sys.argv[1]
@@ -130,6 +152,7 @@ def device(setting: Setting) -> Facts:
 
     facts: Facts = {}
     if not setting.on_cpu:
+        facts["nvml_seconds"] = nvml_seconds()  # before this process opens it, so that nothing holds the card
         reading, notes = _reading()
         free, total = _mem_info()
         facts |= {"total": reading.total, "used": reading.used, "torch_total": total, "torch_used": total - free}
@@ -144,6 +167,8 @@ def device(setting: Setting) -> Facts:
         assert process.stdout is not None
         reserved, workspace = map(int, process.stdout.readline().split())
         during = used(setting, process.pid)
+        if not setting.on_cpu:
+            facts["nvml_seconds_beside"] = nvml_seconds()
     finally:
         process.kill()
         process.communicate()

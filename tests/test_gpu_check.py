@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from scripts import gpu_parts
+from tests import fake_nvml
 from tests.programs import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +174,13 @@ async def test_a_load_that_does_not_end_fails_at_its_limit() -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(gpu_parts.Failed, match="did not end within 0 s"):
             await gpu_parts._load(f"http://127.0.0.1:{port}", [1, 1], 0.01)
+
+
+def test_opening_and_asking_nvml_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = fake_nvml.Driver(fake_nvml.build(tmp_path), tmp_path / "cards", [fake_nvml.Card(uuid="GPU-a", total=9)])
+    for name, value in driver.environment().items():
+        monkeypatch.setenv(name, value)
+    assert [each >= 0 for each in gpu_parts.nvml_seconds()] == [True] * 3
 
 
 def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
