@@ -272,12 +272,15 @@ class PrebuildTrial:
 
 
 def _make(prebuilt_models: "PrebuiltModels", command: Serve) -> None:
-    """Build the parts of the model, and compile its chat template for this process and its children."""
+    """Build the parts of the model, and find the facts of its vocabulary and compile its chat template for this process
+    and its children."""
+    from worker.api.served_model import vocabulary_facts
     from worker.errors import StartError
     from worker.prompt.chat_template import ChatTemplate  # late: it imports jinja2
 
     prebuilt_models.build(command)
     if (made := prebuilt_models.find(command)) is not None:
+        vocabulary_facts(made.tokenizer)
         with suppress(StartError):  # a worker reports a damaged template
             ChatTemplate(made.tokenizer, text="", variables="")
 

@@ -10,9 +10,11 @@ import pytest
 
 from tests import tiny
 from tests.worker.loaded import complete_one, mapped, options, serving
+from worker.api.served_model import vocabulary_facts
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.preparation import MAX_MODELS, PrebuiltModels, prebuilt_models
 from worker.interface import EncoderInput
+from worker.program import fork_server
 from worker.protocol.argv import Serve
 from worker.protocol.snapshot_files import WEIGHTS
 
@@ -124,6 +126,17 @@ def test_a_model_that_failed_is_not_built_again_until_its_files_change(folder: P
     assert not ours.lacks(asked)
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     assert ours.lacks(asked)
+
+
+def test_the_vocabulary_of_a_prebuilt_model_is_not_read_again(
+    folder: Path, ours: PrebuiltModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_server._make(ours, options(folder))
+    made = ours.find(options(folder))
+    assert made is not None
+    size = len(made.tokenizer)
+    monkeypatch.setattr(made.tokenizer, "get_vocab", None)
+    assert vocabulary_facts(made.tokenizer).size == size
 
 
 def test_other_options_are_another_model(folder: Path, ours: PrebuiltModels) -> None:
