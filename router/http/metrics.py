@@ -30,7 +30,10 @@ LAG_INTERVAL = 1.0  # seconds between two measurements of the event loop's lag
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
 NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 # Parts of a worker's start, as the worker reports them.
-SPENT = {"fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "warmup", "server"}
+SPENT = {
+    "fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "kernel", "warmup",
+    "graphs", "server",
+}  # fmt: skip
 STAGES = {"download", "wait", "start", "weights", "warmup"}
 TOKEN_KINDS = {"prompt": "prompt_tokens", "cached": "cached_tokens", "completion": "completion_tokens"}
 STEP_STAGES = {"prefill": "prefill_seconds", "decode": "decode_seconds"}

@@ -161,8 +161,8 @@ class TransformersEngine:
         progress: called on this thread (start, weights in bytes, warmup in tokens).
         pulse: called each second on the step loop's thread.
         announce: called before main memory is used that the last pulse did not contain, on any thread.
-        stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, warmup).
-            Stages overlap, so one may end several times.
+        stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, kernel,
+            warmup, graphs). Stages overlap, so one may end several times.
         prepared: from `preparation.prepare` for the same options, except those that a `MemoryGrant` changes; None:
             prepare now.
         ahead: launch each step before the one in front of it has finished; None: on accelerators only.

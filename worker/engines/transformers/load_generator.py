@@ -129,7 +129,9 @@ def load(
             larger = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
             kernels, reordering = onednn_bytes(loaded.model) if reorders else (0, 0)
             larger += kernels + reordering
-        runner = _first_steps(backend, capacity, prefill_budget, loaded, options, ctx_size, progress, warms_up=warms_up)
+        runner = _first_steps(
+            backend, capacity, prefill_budget, loaded, options, ctx_size, progress, stage_done, warms_up=warms_up
+        )
     stage_done("warmup")
     return LoadedGenerator(
         ctx_size=ctx_size,
@@ -258,6 +260,7 @@ def _first_steps(
     options: Serve,
     ctx_size: int,
     progress: Progress,
+    stage_done: Callable[[str], None],
     *,
     warms_up: bool,
 ) -> Runner:
@@ -266,6 +269,7 @@ def _first_steps(
     progress(events.Progress(stage="warmup", total=chunk))
     if loaded.device.type == "cuda" and isinstance(backend, PagedRunner):
         backend.try_decode_kernel()
+        stage_done("kernel")
     if warms_up:
         if loaded.device.type == "cpu":
             loaded.unmapped.start()
@@ -286,6 +290,8 @@ def _first_steps(
         return backend
     if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PagedRunner):
         return backend
+    stage_done("warmup")
     runner = record(backend, capacity, prefill_budget, ctx_size=ctx_size, progress=progress)
     overhead.measure()  # graphs belong to this model, so they must not count as overhead of any process
+    stage_done("graphs")
     return runner
