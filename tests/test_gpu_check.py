@@ -80,6 +80,9 @@ def test_a_part_is_ended_at_its_limit_and_without_budget_none_begins(program: An
     results = program.Results(tmp_path / "gpu.jsonl")
     program.check(args, ["device"], results)
     assert results.lines() == []
+    args.budget = gpu_parts.PARTS["device"].seconds - 1.0
+    program.check(args, ["device"], results)
+    assert results.lines() == [], "it would not end within the budget"
     program.start_part("device", args, results, 0.05)
     ended = results.outcomes()["device"]
     assert ended["error"].startswith("ended after 0 s")
@@ -183,8 +186,9 @@ def test_opening_and_asking_nvml_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each >= 0 for each in gpu_parts.nvml_seconds()] == [True] * 3
 
 
-def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
-    assert all(part.limit < 300 for part in gpu_parts.PARTS.values())
+def test_every_part_is_shorter_than_five_minutes_and_all_fit_one_command_of_nine(program: Any) -> None:
+    assert all(part.seconds < part.limit < 300 for part in gpu_parts.PARTS.values())
+    assert sum(part.seconds for part in gpu_parts.PARTS.values()) < 540
     assert all(f"    {name} " in program.__doc__ for name in gpu_parts.PARTS)
 
 
