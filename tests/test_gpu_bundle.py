@@ -71,6 +71,9 @@ def test_its_script_installs_the_wheels_and_resumes_with_the_results_in_its_fold
     for name in ("bundle", "out", "bin"):
         (tmp_path / name).mkdir()
     wheel(tmp_path / "bundle", "only_in_the_bundle")
+    (tmp_path / "bundle" / "commit").write_text("0123456789ab\n")
+    (tmp_path / "bin" / "git").write_text("#!/bin/sh\nexit 1\n")  # of a machine without the repository's history
+    (tmp_path / "bin" / "git").chmod(0o755)
     script = tmp_path / "bundle" / "run.sh"
     script.write_text(program.SCRIPT)
     python = tmp_path / "bin" / "python3"
@@ -88,6 +91,7 @@ def test_its_script_installs_the_wheels_and_resumes_with_the_results_in_its_fold
         return done.stderr
 
     assert "passed before" not in run()
+    assert "commit 0123456789ab," in (tmp_path / "out" / "gpu.md").read_text("utf-8")
     own = tmp_path / "gpu-check" / "bin" / "python"
     subprocess.run([own, "-c", "import torch, router, only_in_the_bundle"], check=True, env=environment)
     (tmp_path / "out" / "gpu.jsonl").rename(tmp_path / "bundle" / "gpu.jsonl")

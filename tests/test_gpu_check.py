@@ -186,6 +186,15 @@ def test_opening_and_asking_nvml_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each >= 0 for each in gpu_parts.nvml_seconds()] == [True] * 3
 
 
+def test_without_git_the_commit_is_that_of_the_bundle(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_CHECK_COMMIT", "0123456789ab")
+    assert program.commit() != "0123456789ab", "git knows better"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program.commit() == "0123456789ab"
+
+
 def test_every_part_is_shorter_than_five_minutes_and_all_fit_one_command_of_nine(program: Any) -> None:
     assert all(part.seconds < part.limit < 300 for part in gpu_parts.PARTS.values())
     assert sum(part.seconds for part in gpu_parts.PARTS.values()) < 540
