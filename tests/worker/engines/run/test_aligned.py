@@ -12,6 +12,8 @@ from tests.worker.loaded import generated, reference
 from tests.worker.scheduled import sequence
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.self_check import check
+from worker.engines.transformers.run.warmup import compute_largest_steps
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
@@ -47,6 +49,19 @@ def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[i
         asked.tokens.append(int(runner.run((segment,))[-1].argmax()))
         asked.computed = segment.end
     return asked.tokens[asked.prompt_tokens :]
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
+def test_the_largest_step_of_a_model_with_states_computes_a_chunk_in_one_forward(family: str, tmp_path: Path) -> None:
+    """Also of code that continues a state with one token at a time."""
+    model, runner = made(family, tmp_path)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda model, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    compute_largest_steps(runner, RowAllocator(ROWS, WIDTH), chunk=CHUNK, ctx_size=WIDTH)
+    assert max(lengths) == CHUNK
+    assert len(lengths) == 3, "the decodes beside it, the chunk, and all decodes"
 
 
 @pytest.mark.slow

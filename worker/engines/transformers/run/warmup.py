@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.sample.sampler import COSTLIEST_SAMPLING, RowSampling, sample
@@ -25,12 +26,11 @@ def warm_up(
 ) -> None:
     """Compute steps that choose kernels and teach `prefill_budget` the cost of a token, then the largest steps.
 
-    Prompt chunks lie at the end of the context and double in size. Decode steps have one row at the beginning of the
-    context, and all rows at its end.
+    Prompt chunks double in size. Decode steps have one row at the beginning of the context, and all rows at its end.
     """
     size = min(chunk, 16)
     while True:
-        _time_step(runner, prefill_budget, (_segment(capacity, 0, ctx_size - size, size),))
+        _time_step(runner, prefill_budget, (_chunk(runner, capacity, 0, size, ctx_size),))
         progress(Progress(stage="warmup", done=size, total=chunk))
         if size == chunk:
             break
@@ -48,7 +48,7 @@ def compute_largest_steps(runner: Runner, capacity: RowAllocator, *, chunk: int,
     Buffers reach their final size, and the peak measured now is the worker's.
     """
     batch = _all_rows(capacity, ctx_size)
-    last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk)
+    last = _chunk(runner, capacity, capacity.rows - 1, chunk, ctx_size)
     for largest in ((*batch[:-1], last), batch):
         _compute(runner, largest, COSTLIEST_SAMPLING)
 
@@ -69,6 +69,12 @@ def record(
             recorded, prefill_budget, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows))
         )
     return recorded
+
+
+def _chunk(runner: Runner, capacity: RowAllocator, row: int, size: int, ctx_size: int) -> Segment:
+    """A chunk of a prompt at the end of the context; at its beginning if only there several tokens share a forward."""
+    begins = isinstance(runner, AlignedRunner) and runner.has_states and not runner.continues_states
+    return _segment(capacity, row, 0 if begins else ctx_size - size, size)
 
 
 def _all_rows(capacity: RowAllocator, ctx_size: int) -> tuple[Segment, ...]:
