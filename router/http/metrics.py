@@ -32,7 +32,7 @@ NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 # Parts of a worker's start, as the worker reports them.
 SPENT = {
     "fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "kernel", "warmup",
-    "graphs", "server",
+    "graphs", "handles", "server",
 }  # fmt: skip
 STAGES = {"download", "wait", "start", "weights", "warmup"}
 TOKEN_KINDS = {"prompt": "prompt_tokens", "cached": "cached_tokens", "completion": "completion_tokens"}

@@ -79,7 +79,8 @@ class Ready:
     # Seconds of the load by stage, in order: imports, config, tokenizer, early_start (prepared, waiting for its
     # memory), read, copy (conversion of weights, and transfers that are unfinished once all weights are read), build,
     # kernel (the decode kernel of accelerators, compiled or found in its cache), warmup, graphs (recording of CUDA
-    # graphs), server. The time before the imports is not visible from inside the process.
+    # graphs), handles (of CUDA's libraries), server. The time before the imports is not visible from inside the
+    # process.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     processor: float = 0.0  # CPU seconds of all threads of this process
     # Process overhead: bytes by device name that any model would need. On an accelerator: memory outside torch's

@@ -162,7 +162,7 @@ class TransformersEngine:
         pulse: called each second on the step loop's thread.
         announce: called before main memory is used that the last pulse did not contain, on any thread.
         stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, kernel,
-            warmup, graphs). Stages overlap, so one may end several times.
+            warmup, graphs, handles). Stages overlap, so one may end several times.
         prepared: from `preparation.prepare` for the same options, except those that a `MemoryGrant` changes; None:
             prepare now.
         ahead: launch each step before the one in front of it has finished; None: on accelerators only.
@@ -181,20 +181,22 @@ class TransformersEngine:
                 else:
                     loaded = load_generator.load(options, config, tokenizer, progress, stage_done, built, ranks, ahead)
                 engine = cls(options, prepared, loaded, pulse, announce)
-            engine._take_handles()
+            if engine._take_handles():
+                stage_done("handles")
             return engine
         finally:
             memory.end_helpers()
 
-    def _take_handles(self) -> None:
-        """Open the libraries' handles on the step loop's thread, so that their memory is measured as overhead.
+    def _take_handles(self) -> bool:
+        """Open the libraries' handles on the step loop's thread, so that their memory is measured as overhead. False if
+        no device has any.
 
         cuBLAS keeps a handle and a workspace for each thread. Opened by the first request instead, they would appear
         as memory of the model.
         """
         devices = [device for device in layer_split.devices_of(self._options) if device.type != "cpu"]
         if not devices:
-            return
+            return False
         try:
             self._loop.call(partial(memory.take_handles, devices[:1] if self._leader is not None else devices))
         except Exception as error:
@@ -202,6 +204,7 @@ class TransformersEngine:
                 raise
             raise memory.start_error("one step", devices[0], error) from error
         overhead.measure()
+        return True
 
     @property
     def capabilities(self) -> frozenset[str]:
