@@ -7,7 +7,6 @@ Small bodies do not wait.
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -28,7 +27,8 @@ class LargeBodies:
 
     def __init__(self, budget: int = BUDGET):
         self._budget = self._free = budget
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._first = asyncio.Lock()  # held by the first body that waits; the others queue for it in their order
+        self._returned = asyncio.Event()
         self._giving_back: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
@@ -39,39 +39,18 @@ class LargeBodies:
             yield
             return
         size = min(LARGE if size is None else size, self._budget)
-        await self._take(size)
+        async with self._first:
+            while size > self._free:
+                self._returned.clear()
+                await self._returned.wait()
+            self._free -= size
         try:
             yield
         finally:
-            self._release(size)
-
-    async def _take(self, size: int) -> None:
-        if not self._waiting and size <= self._free:
-            self._free -= size
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the turn came in the same pass as the cancellation
-                self._release(size)
-            else:
-                self._waiting.remove((size, turn))
-                self._admit_waiting()
-            raise
-
-    def _release(self, size: int) -> None:
-        self._free += size
-        self._admit_waiting()
-        if self._free == self._budget and (self._giving_back is None or self._giving_back.done()):
-            self._giving_back = asyncio.get_running_loop().create_task(asyncio.to_thread(_give_back))
-
-    def _admit_waiting(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free:
-            size, turn = self._waiting.popleft()
-            self._free -= size
-            turn.set_result(None)
+            self._free += size
+            self._returned.set()
+            if self._free == self._budget and (self._giving_back is None or self._giving_back.done()):
+                self._giving_back = asyncio.get_running_loop().create_task(asyncio.to_thread(_give_back))
 
 
 async def read(request: web.Request) -> bytearray:
