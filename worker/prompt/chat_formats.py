@@ -5,7 +5,7 @@ declarative form that `ResponseParser` reads); `call_syntax` defines how a gramm
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from worker.prompt.body_reader import Json
@@ -48,10 +48,19 @@ class ChatFormat:
     name: str
     response: Json  # a response template, with tool calls and reasoning if the model has them
     call_syntax: CallSyntax | None = None  # None: constrained calls use BARE_CALLS
-    reasoning_markers: tuple[str, str] | None = None  # markers around reasoning, if both are literal strings
-    messages: Messages | None = None
-    is_anchored: bool = field(default=True)  # the response template finds the answer's prefix in the whole prompt
     to_json: Callable[[str], str] = str  # rewrites the text of calls as the JSON that `response` reads
+    markers: tuple[str, str] | None = None  # markers around reasoning, if `response` has patterns for them
+    messages: Messages | None = None
+    is_anchored: bool = False  # the response template finds the answer's prefix in the whole prompt
+
+    @property
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        """The markers around reasoning; None for a model without reasoning, or if only their patterns are known."""
+        for name in REASONING_FIELDS:
+            found = self.response.get("fields", {}).get(name)
+            if isinstance(found, dict) and isinstance(found.get("open"), str) and isinstance(found.get("close"), str):
+                return found["open"], found["close"]
+        return self.markers
 
     @property
     def has_reasoning(self) -> bool:
@@ -74,11 +83,11 @@ def find(source: str, response_template: Any) -> ChatFormat | None:
     Return None for a model that answers in plain text only.
     """
     if isinstance(response_template, dict):
-        return ChatFormat("tokenizer", response_template, reasoning_markers=_literal_marks(response_template))
+        return ChatFormat("tokenizer", response_template, is_anchored=True)
     for markers, chat_format in _KNOWN:
         if all(marker in source for marker in markers):
             return _with_reasoning(chat_format, source)
-    plain = _with_reasoning(ChatFormat("plain", _response({}), is_anchored=False), source)
+    plain = _with_reasoning(ChatFormat("plain", _response({})), source)
     return plain if plain.has_reasoning else None
 
 
@@ -91,28 +100,24 @@ def _with_reasoning(chat_format: ChatFormat, source: str) -> ChatFormat:
             fields = {"reasoning_content": reasoning, **chat_format.response["fields"]}
             if _RESPONSE[0] in source and _RESPONSE[1] in source:
                 fields["content"] = {"open": _RESPONSE[0], "close": _RESPONSE[1], "content": "text"}
-                fields["stray"] = {"content": "text"}
-            return replace(
-                chat_format, response={**chat_format.response, "fields": fields}, reasoning_markers=(begin, end)
-            )
+            return replace(chat_format, response={**chat_format.response, "fields": fields}, markers=(begin, end))
     return chat_format
 
 
-def _literal_marks(response: Json) -> tuple[str, str] | None:
-    for name in REASONING_FIELDS:
-        found = response.get("fields", {}).get(name)
-        if isinstance(found, dict) and isinstance(found.get("open"), str) and isinstance(found.get("close"), str):
-            return found["open"], found["close"]
-    return None
-
-
 def _response(fields: Json) -> Json:
-    return {"start_anchor_pattern": _ANYWHERE, "fields": {**fields, "content": {"content": "text"}}}
+    return {"start_anchor_pattern": _ANYWHERE, "fields": {"content": {"content": "text"}, **fields}}
 
 
-def _family(name: str, calls: Json, call_syntax: CallSyntax | None = None, further: Json | None = None) -> ChatFormat:
+def _family(
+    name: str,
+    calls: Json,
+    call_syntax: CallSyntax | None = None,
+    further: Json | None = None,
+    to_json: Callable[[str], str] = str,
+) -> ChatFormat:
+    """`further`: fields beside those of calls and of unmarked content."""
     response = _response({CALLS_FIELD: {"content": "json", "repeats": True, **calls}, **(further or {})})
-    return ChatFormat(name, response, call_syntax, is_anchored=False)
+    return ChatFormat(name, response, call_syntax, to_json)
 
 
 def _function(name: str, arguments: str) -> Json:
@@ -120,6 +125,13 @@ def _function(name: str, arguments: str) -> Json:
 
 
 _EACH: Json = {"transform": _function("{name}", "{arguments}"), "transform_each": True}  # of a JSON array of calls
+
+
+def _array(name: str, begin: str, end: str = "", to_json: Callable[[str], str] = str) -> ChatFormat:
+    """A format with all calls in a JSON array between two markers."""
+    calls = {"open": begin, **({"close": end} if end else {}), **_EACH}
+    return _family(name, calls, CallSyntax(begin=f"{begin}[", between=", ", end=f"]{end}"), to_json=to_json)
+
 
 _HERMES = _family(
     "hermes",
@@ -159,16 +171,8 @@ _GLM = _family(
         "transform": _function("{name}", "{content}"),
     },
 )
-_GRANITE = _family(
-    "granite",
-    {"open": "<|tool_call|>", **_EACH},
-    CallSyntax(begin="<|tool_call|>[", between=", ", end="]"),
-)
-_MISTRAL = _family(
-    "mistral",
-    {"open": "[TOOL_CALLS]", **_EACH},
-    CallSyntax(begin="[TOOL_CALLS][", between=", ", end="]"),
-)
+_GRANITE = _array("granite", "<|tool_call|>")
+_MISTRAL = _array("mistral", "[TOOL_CALLS]")
 _MISTRAL_ARGS = _family(
     "mistral-args",
     {
@@ -242,25 +246,11 @@ _DSML = _invoke_tags(
     "dsml", f"<{_DSML_TAG}(?:function|tool)_calls>", f"</{_DSML_TAG}(?:function|tool)_calls>", prefix=_DSML_TAG
 )
 _SEED = _function_tags("seed", "seed:tool_call")
-_NEMOTRON = _family(
-    "nemotron",
-    {
-        "open": "<TOOLCALL>",
-        "close": "</TOOLCALL>",
-        **_EACH,
-    },
-    CallSyntax(begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
-)
-_PHI = replace(
-    _family(
-        "phi",
-        {
-            "open": "<|tool_call|>",
-            "close": "<|/tool_call|>",
-            **_EACH,
-        },
-        CallSyntax(each=("<|tool_call|>", "<|/tool_call|>"), between=""),
-    ),
+_NEMOTRON = _array("nemotron", "<TOOLCALL>", "</TOOLCALL>")
+_PHI = _family(
+    "phi",
+    {"open": "<|tool_call|>", "close": "<|/tool_call|>", **_EACH},
+    CallSyntax(each=("<|tool_call|>", "<|/tool_call|>"), between=""),
     to_json=objects_to_list,  # the model writes lists and single calls
 )
 _PHI_LIST = _family(
@@ -268,40 +258,20 @@ _PHI_LIST = _family(
     {"open_pattern": r"functools(?=\[)", **_EACH},
     CallSyntax(begin="functools[", between=", ", end="]"),
 )
-_LFM = replace(
-    _family(
-        "lfm",
-        {
-            "open": "<|tool_call_start|>",
-            "close": "<|tool_call_end|>",
-            **_EACH,
-        },
-    ),
-    to_json=python_to_json,
-)
-_GEMMA = replace(
-    _family(
-        "gemma",
-        {
-            "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]{1,256})(?=\{)",
-            "close": "<tool_call|>",
-            "content_args": {"string_delims": [['<|"|>', '<|"|>']]},  # names the token that `marker_tokens` must find
-            "transform": _function("{name}", "{content}"),
-        },
-        further={"reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"}},
-    ),
-    reasoning_markers=("<|channel>thought\n", "<channel|>"),
+_LFM = _family("lfm", {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", **_EACH}, to_json=python_to_json)
+_GEMMA = _family(
+    "gemma",
+    {
+        "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]{1,256})(?=\{)",
+        "close": "<tool_call|>",
+        "content_args": {"string_delims": [['<|"|>', '<|"|>']]},  # names the token that `marker_tokens` must find
+        "transform": _function("{name}", "{content}"),
+    },
+    further={"reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"}},
     to_json=gemma_to_json,
 )
 # Jamba and Hunyuan-A13B write an array, MiniMax-M1 an object a line.
-_TOOL_CALLS = replace(
-    _family(
-        "tool-calls",
-        {"open": "<tool_calls>", "close": "</tool_calls>", **_EACH},
-        CallSyntax(begin="<tool_calls>[", between=", ", end="]</tool_calls>"),
-    ),
-    to_json=objects_to_list,
-)
+_TOOL_CALLS = _array("tool-calls", "<tool_calls>", "</tool_calls>", objects_to_list)
 _HUNYUAN = _family(
     "hunyuan",
     {
@@ -311,22 +281,23 @@ _HUNYUAN = _family(
     },
     further={"calls_end": {"open": "</tool_calls>", "content": "text"}},
 )
-_OLMO = replace(
-    _family("olmo", {"open": "<function_calls>", "close": "</function_calls>", **_EACH}), to_json=lines_to_json
-)
-_PYTHONIC = replace(
-    _family("pythonic", {"open_pattern": r"\A\s{0,32}(?:<\|python_start\|>\s{0,32})?(?=\[\s{0,32}[A-Za-z_{])",
-        "close": "<|python_end|>", **_EACH}),
+_OLMO = _family("olmo", {"open": "<function_calls>", "close": "</function_calls>", **_EACH}, to_json=lines_to_json)
+_PYTHONIC = _family(
+    "pythonic",
+    {
+        "open_pattern": r"\A\s{0,32}(?:<\|python_start\|>\s{0,32})?(?=\[\s{0,32}[A-Za-z_{])",
+        "close": "<|python_end|>",
+        **_EACH,
+    },
     to_json=python_to_json,
-)  # fmt: skip
+)
 _ARRAY = _family("array", {"open_pattern": r"\A\s{0,32}(?=\[\s{0,32}\{)", **_EACH}, BARE_CALLS)
-_APERTUS_THOUGHTS = ("<|inner_prefix|>", "<|inner_suffix|>")
-_APERTUS = replace(
-    _family("apertus", {"open": "<|tools_prefix|>", "close": "<|tools_suffix|>", **_EACH},
-        further={"reasoning_content": dict(zip(("open", "close"), _APERTUS_THOUGHTS, strict=True), content="text")}),
-    reasoning_markers=_APERTUS_THOUGHTS,
+_APERTUS = _family(
+    "apertus",
+    {"open": "<|tools_prefix|>", "close": "<|tools_suffix|>", **_EACH},
+    further={"reasoning_content": {"open": "<|inner_prefix|>", "close": "<|inner_suffix|>", "content": "text"}},
     to_json=keyed_to_json,
-)  # fmt: skip
+)
 _FUNCTION_JSON = _family(
     "function-json",
     {
@@ -335,50 +306,32 @@ _FUNCTION_JSON = _family(
         "transform": _function("{name}", "{content}"),
     },
 )
-_FUNCTIONARY = ChatFormat(
+_FUNCTIONARY = _family(
     "functionary",
     {
-        "start_anchor_pattern": _ANYWHERE,
-        "fields": {
-            CALLS_FIELD: {
-                "open_pattern": r"(?:\A|>>>)(?P<name>[\w.-]{1,256})\n\s{0,32}(?=\{)",
-                "close_pattern": r"(?=>>>)",
-                "content": "json",
-                "repeats": True,
-                "transform": _function("{name}", "{content}"),
-            },
-            "content": {"open_pattern": r"(?:\A|>>>)all\n", "close_pattern": r"(?=>>>)", "content": "text"},
-            "stray": {"content": "text"},
-        },
+        "open_pattern": r"(?:\A|>>>)(?P<name>[\w.-]{1,256})\n\s{0,32}(?=\{)",
+        "close_pattern": r"(?=>>>)",
+        "transform": _function("{name}", "{content}"),
     },
-    is_anchored=False,
+    further={"content": {"open_pattern": r"(?:\A|>>>)all\n", "close_pattern": r"(?=>>>)", "content": "text"}},
 )
-_COHERE_THOUGHTS = ("<|START_THINKING|>", "<|END_THINKING|>")
-_COHERE = ChatFormat(
+_COHERE = _family(
     "cohere",
     {
-        "start_anchor_pattern": _ANYWHERE,
-        "fields": {
-            "reasoning_content": {"open": _COHERE_THOUGHTS[0], "close": _COHERE_THOUGHTS[1], "content": "text"},
-            CALLS_FIELD: {
-                "open": "<|START_ACTION|>",
-                "close": "<|END_ACTION|>",
-                "content": "json",
-                "repeats": True,
-                "transform": _function("{tool_name}", "{parameters}"),
-                "transform_each": True,
-            },
-            "content": {
-                "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],
-                "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
-                "content": "text",
-            },
-            "stray": {"content": "text"},
-        },
+        "open": "<|START_ACTION|>",
+        "close": "<|END_ACTION|>",
+        "transform": _function("{tool_name}", "{parameters}"),
+        "transform_each": True,
     },
     CallSyntax("<|START_ACTION|>[", ("", ""), ", ", "]<|END_ACTION|>", "tool_name", "parameters"),
-    reasoning_markers=_COHERE_THOUGHTS,
-    is_anchored=False,
+    further={
+        "reasoning_content": {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>", "content": "text"},
+        "content": {
+            "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],
+            "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
+            "content": "text",
+        },
+    },
 )
 _COHERE_FENCED = _family(
     "cohere-fenced",
@@ -390,24 +343,20 @@ _COHERE_FENCED = _family(
     },
     CallSyntax("Action:\n```json\n[", ("", ""), ",\n", "]\n```", "tool_name", "parameters"),
 )
-_HARMONY_THOUGHTS = ("<|channel|>analysis<|message|>", "<|end|>")
-_HARMONY = ChatFormat(
-    "harmony",
-    {
-        "start_anchor_pattern": _ANYWHERE,
-        "fields": {
+_HARMONY = replace(
+    _family(
+        "harmony",
+        {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis) to=functions\."
+            r"(?P<name>[\w.-]{1,256})\s{0,32}(?:<\|constrain\|>\w{0,32})?<\|message\|>",
+            "close_pattern": r"<\|call\|>",
+            "transform": _function("{name}", "{content}"),
+        },
+        further={
             "reasoning_content": {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
                 "close_pattern": r"<\|end\|>",
                 "content": "text",
-            },
-            CALLS_FIELD: {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis) to=functions\."
-                r"(?P<name>[\w.-]{1,256})\s{0,32}(?:<\|constrain\|>\w{0,32})?<\|message\|>",
-                "close_pattern": r"<\|call\|>",
-                "content": "json",
-                "repeats": True,
-                "transform": _function("{name}", "{content}"),
             },
             "content": {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s{0,32}"
@@ -415,12 +364,10 @@ _HARMONY = ChatFormat(
                 "close_pattern": r"<\|(?:end|return)\|>",
                 "content": "text",
             },
-            "stray": {"content": "text"},
         },
-    },
-    reasoning_markers=_HARMONY_THOUGHTS,
+    ),
+    markers=("<|channel|>analysis<|message|>", "<|end|>"),
     messages=Messages("<|start|>assistant", "<|channel|>final<|message|>", ("final", "commentary")),
-    is_anchored=False,
 )
 _KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<function=", "<tool_call>"), _QWEN_XML),
@@ -466,12 +413,9 @@ _LAYOUTS: Sequence[tuple[str, ...]] = (
     ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
     ("<fim-prefix>", _PREFIX, "<fim-suffix>", _SUFFIX, "<fim-middle>"),
     ("<|fim_begin|>", _PREFIX, "<|fim_hole|>", _SUFFIX, "<|fim_end|>"),
-    ("<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}begin\N{FULLWIDTH VERTICAL LINE}>", _PREFIX,
-     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}hole\N{FULLWIDTH VERTICAL LINE}>", _SUFFIX,
-     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}end\N{FULLWIDTH VERTICAL LINE}>"),
+    (_token("fim begin"), _PREFIX, _token("fim hole"), _SUFFIX, _token("fim end")),
     ("<PRE>", _PREFIX, "<SUF>", _SUFFIX, "<MID>"),
-    ("\N{LOWER ONE EIGHTH BLOCK}<PRE>", _PREFIX, "\N{LOWER ONE EIGHTH BLOCK}<SUF>", _SUFFIX,
-     "\N{LOWER ONE EIGHTH BLOCK}<MID>"),
+    (f"{_SPACE}<PRE>", _PREFIX, f"{_SPACE}<SUF>", _SUFFIX, f"{_SPACE}<MID>"),
     ("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX),
 )  # fmt: skip
 _REPOSITORY = ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>")
