@@ -137,9 +137,9 @@ async def _relevance(
     texts = [*queries, *await _encode(seconds, model, names[1], "document", truncate=truncate)]
     vectors = await model.engine.embed(texts, normalize=2)
     lefts, rights = vectors[: len(queries)], vectors[len(queries) :]
-    pairs = zip(lefts if len(lefts) > 1 else cycle(lefts), rights, strict=False)
+    sides = zip(lefts if len(lefts) > 1 else cycle(lefts), rights, strict=False)
     # 2,048 texts take about 0.1 s, in which the event loop must not be blocked.
-    return await asyncio.to_thread(lambda: [sum(map(mul, left, right)) for left, right in pairs]), texts
+    return await asyncio.to_thread(lambda: [sum(map(mul, left, right)) for left, right in sides]), texts
 
 
 def _read_pairs(fields: BodyFields) -> tuple[tuple[str, str], list[str], list[str]]:
