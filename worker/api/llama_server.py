@@ -12,7 +12,7 @@ from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.interface import Delta, GenerationRequest, TokenLogprob
-from worker.prompt import adapter_choice, chat_template, logprob_options, sampling_options
+from worker.prompt import chat_template, logprob_options, sampling_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import FillInTheMiddle
 from worker.prompt.logprob_options import finite_or_none
@@ -50,15 +50,10 @@ async def _completion(fields: BodyFields, model: ServedModel, prompt: Any) -> Ge
     returns_tokens, shown = fields.flag("return_tokens") or False, _response_fields(fields)
     with client_field_names({"logprobs": "n_probs"}):
         chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"cmpl-{uuid.uuid4().hex}")
-    adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(chat.generations))
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     generations = tuple(
-        replace(
-            generation,
-            adapter=adapter,
-            sampling=replace(generation.sampling, post_sampling_logprobs=post_sampling_logprobs),
-        )
-        for generation, adapter in zip(chat.generations, adapters, strict=True)
+        replace(generation, sampling=replace(generation.sampling, post_sampling_logprobs=post_sampling_logprobs))
+        for generation in chat.generations
     )
     reply = LlamaServerWriter(
         generations,

@@ -15,7 +15,6 @@ from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
 from worker.interface import Delta, TokenLogprob
-from worker.prompt import adapter_choice
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.logprob_options import finite_or_none
 from worker.prompt.sampling_options import read_stop
@@ -66,17 +65,13 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall | JsonAn
         return await _vectors(fields, texts, model, is_list=isinstance(inputs, list))
     if stream and len(texts) > 1:
         raise InvalidValue("stream needs a single input: lines do not name their input", param="inputs")
-    adapters = adapter_choice.read(fields, "adapters", prompts=len(texts))
     openai_body, options = _parameters(fields, model, stream=stream)
+    openai_body |= {"model": name, "prompt": texts, "stream": stream, "adapters": fields.take("adapters")}
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    openai_body |= {"model": name, "prompt": texts, "stream": stream}
     with client_field_names(_NAMES):
         chat = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
-    generations = tuple(
-        replace(generation, adapter=adapter) for generation, adapter in zip(chat.generations, adapters, strict=True)
-    )
     reply = LmiWriter(texts, options, is_list=isinstance(inputs, list))
-    return chat.call(reply, ignored=ignored, generations=generations, ping_interval=None)
+    return chat.call(reply, ignored=ignored, ping_interval=None)
 
 
 def _vector_call(body: Json, *, generates: bool) -> Callable[[Json, ServedModel], Awaitable[JsonAnswer]] | None:

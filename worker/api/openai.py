@@ -189,8 +189,9 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     common.check_max_tokens()
     prompts, texts = await _read_prompts(fields, model, common, suffix)
     check_choices(len(prompts), common.request.n)
+    adapters = adapter_choice.read(fields, "adapters", "lora", prompts=len(prompts))
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    generations = common.generations(id, prompts)
+    generations = common.generations(id, prompts, adapters=adapters)
     return ParsedCompletion(common=common, generations=generations, ignored=ignored, prompts=texts)
 
 

@@ -52,19 +52,13 @@ class CommonOptions:
         id: str,
         prompts: Sequence[Sequence[int]],
         *,
-        adapters: adapter_choice.AdapterChoices = (),
+        adapters: adapter_choice.AdapterChoices,
         **further: Any,
     ) -> tuple[GenerationRequest, ...]:
-        """Return one request per prompt. `adapters` has one entry per prompt or is empty. `further`: other fields."""
+        """Return one request per prompt. `adapters` has one entry per prompt. `further`: other fields."""
         return tuple(
-            replace(
-                self.request,
-                id=f"{id}.{number}",
-                prompt=tuple(prompt),
-                adapter=adapters[number] if adapters else None,
-                **further,
-            )
-            for number, prompt in enumerate(prompts)
+            replace(self.request, id=f"{id}.{number}", prompt=tuple(prompt), adapter=adapter, **further)
+            for number, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
         )
 
 

@@ -12,7 +12,7 @@ from worker.protocol.dialects.generation_fields import (
     SAMPLING,
     SPECULATION,
 )
-from worker.protocol.dialects.openai import ADAPTERS, MODEL
+from worker.protocol.dialects.openai import MODEL
 from worker.protocol.dialects.vllm import TOKEN_COUNT
 from worker.protocol.schema import (
     ANY_OBJECT,
@@ -45,10 +45,11 @@ from worker.protocol.schema import (
 
 # Fields with the name and the meaning of a field of OpenAI's text completions.
 SAME_AS_OPENAI = (
-    "model", "stream", "return_progress", "timings_per_token", "sse_ping_interval", *SAMPLING, *SPECULATION, *GRAMMAR
+    "model", "stream", "return_progress", "timings_per_token", "sse_ping_interval", "lora", "adapters", *SAMPLING,
+    *SPECULATION, *GRAMMAR,
 )  # fmt: skip
 COMPLETION: Body = {
-    **{name: openai.COMMON[name] for name in SAME_AS_OPENAI},
+    **{name: openai.TEXT_COMPLETION[name] for name in SAME_AS_OPENAI},
     "prompt": openai.TEXTS,
     "n_predict": openai.MAX_TOKENS_OR_ZERO,
     "max_tokens": openai.MAX_TOKENS_OR_ZERO,
@@ -59,8 +60,6 @@ COMPLETION: Body = {
     "post_sampling_probs": flag("With n_probs: probabilities after all samplers."),
     "response_fields": array(TEXT, most=MAX_SHOWN, about="Fields of the response to return; `a/b` is a nested field."),
     "return_tokens_only": one_of([False]),
-    "lora": ADAPTERS,
-    "adapters": ADAPTERS,
 }
 INFILL: Body = {
     **COMPLETION,

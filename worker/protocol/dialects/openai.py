@@ -237,6 +237,7 @@ TEXT_COMPLETION: Body = {
     "prompt": TEXTS,
     "logprobs": integer(0, None, "At most the model's max-logprobs."),
     **members(MAX_TOKENS_OR_ZERO, "max_tokens", "max_completion_tokens", "n_predict"),
+    **members(ADAPTERS, "adapters", "lora"),
 }
 COMPLETIONS: Body = {
     **TEXT_COMPLETION,
@@ -244,8 +245,6 @@ COMPLETIONS: Body = {
     "suffix": text("What follows the gap, for models that can fill one in."),
     "echo": flag(),
     "best_of": integer(1, MAX_CHOICES),
-    "adapters": ADAPTERS,
-    "lora": ADAPTERS,
 }
 _TRUNCATE = any_of(
     {"type": ["boolean", "null"]},
