@@ -238,7 +238,7 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
 def _is_untested(preset: Preset, machine: Machine, folder: str) -> bool:
     """True if the model generates and its architecture is not in the table of tested ones. Raises RouterError."""
     facts = machine.snapshots.facts(Path(folder), preset)
-    return facts.model_type not in VERIFIED | VISION.keys() and not serves_embeddings(facts, preset)
+    return facts.model_type not in VERIFIED | VISION and not serves_embeddings(facts, preset)
 
 
 def _threads(preset: Preset, choice: sharding.Choice) -> int:

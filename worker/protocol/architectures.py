@@ -6,7 +6,6 @@ transformers' `generate`, token for token, alone and in a changing batch.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 # Decoders with plain attention, which run on the paged backend. All others run on the aligned backend.
 PAGED = frozenset(
@@ -81,20 +80,11 @@ DIVISIBLE = frozenset(
     }
 )
 
-
-@dataclass(frozen=True, slots=True)
-class VisionTraits:
-    """Properties of a family with a vision tower."""
-
-    is_whole: bool = False  # tokens of one image attend to each other, so they are computed in one step
-
-
 # Families that accept images, by `model_type`. Other families with a vision tower accept text only.
-VISION: Mapping[str, VisionTraits] = {
-    "gemma3": VisionTraits(is_whole=True),
-    "idefics3": VisionTraits(),
-    "llava": VisionTraits(),
-}
+VISION = frozenset({"gemma3", "idefics3", "llava"})
+
+# Of these, the families in which the tokens of one image attend to each other, so that one step computes all of them.
+WHOLE_IMAGES = frozenset({"gemma3"})
 
 # Encoders that count positions from the padding token's id + 1, so that the first rows of the table are unused.
 OFFSET_POSITIONS = frozenset(

@@ -44,7 +44,7 @@ def test_no_byte_constant_is_defined_on_both_sides() -> None:
 
 def test_no_table_of_families_is_defined_on_both_sides() -> None:
     """Such a table belongs to worker.protocol.architectures, under any name."""
-    families = PAGED | DIVISIBLE | OFFSET_POSITIONS | VISION.keys()
+    families = PAGED | DIVISIBLE | OFFSET_POSITIONS | VISION
     router, worker = (
         {names for _, value in constants(package) if len((names := strings(value)) & families) > 1}
         for package in ("router", "worker")

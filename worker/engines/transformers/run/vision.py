@@ -28,7 +28,7 @@ from worker.engines.transformers.run.forward import PromptEmbeddings
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import PromptImage, PromptImages
-from worker.protocol.architectures import VISION, VisionTraits
+from worker.protocol.architectures import VISION, WHOLE_IMAGES
 from worker.protocol.argv import ModelOptions
 from worker.protocol.memory import HELD_BYTES
 
@@ -74,10 +74,9 @@ class TransformersImageProcessor:
 
     def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
         """Raises NoVision with the reason if images cannot be served."""
-        traits = VISION.get(config.model_type)
-        if traits is None and getattr(config, "vision_config", None) is None:
-            raise NoVision(images.TEXT_ONLY)
-        if traits is None:
+        if config.model_type not in VISION:
+            if getattr(config, "vision_config", None) is None:
+                raise NoVision(images.TEXT_ONLY)
             raise NoVision(
                 f"images for architecture {config.model_type!r} are not supported by this version: the model is served"
                 f" for text; those of {', '.join(sorted(VISION))} are"
@@ -86,7 +85,7 @@ class TransformersImageProcessor:
             raise NoVision("this model is served without images; set limit-images in its preset")
         if importlib.util.find_spec("PIL") is None:
             raise NoVision("Pillow, the library that opens images, is not installed: pip install pillow")
-        self._traits: VisionTraits = traits
+        self._is_whole = config.model_type in WHOLE_IMAGES
         self._max_images = options.limit_images
         self._tokenizer = tokenizer
         try:
@@ -96,7 +95,7 @@ class TransformersImageProcessor:
         self.placeholder: str = self._processor.image_token
         self.token: int = config.image_token_id
         self._text = str(tokenizer.convert_ids_to_tokens(self.token))
-        if traits.is_whole:
+        if self._is_whole:
             import PIL.Image  # late: only for models with vision
 
             tokens = self.prepare(PIL.Image.new("RGB", (64, 64)), torch.float32).text.count(self._text)
@@ -167,7 +166,7 @@ class TransformersImageProcessor:
                 left -= image_runs[-1][1]
             if left:
                 break
-            prompt_images.append(PromptImage(tuple(image_runs), image.inputs, self._traits.is_whole))
+            prompt_images.append(PromptImage(tuple(image_runs), image.inputs, self._is_whole))
         if runs or len(prompt_images) != len(prepared) or not all(image.runs for image in prompt_images):
             raise InvalidValue(f"messages must not contain {self._text}, which stands for images", param="messages")
         return tokens, tuple(prompt_images)
