@@ -9,7 +9,7 @@ import errno
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
@@ -73,35 +73,27 @@ def _make_demo(command: Download, emit: Emit) -> Path:
             emit(Progress(stage="download", done=done, total=total))
 
     try:
-        return demo.make(command.demo, Path(command.target), report)
+        with _writing(Path(command.target), "give another --state-dir"):
+            return demo.make(command.demo, Path(command.target), report)
     except ValueError as error:
         raise StartError(str(error)) from error
-    except OSError as error:
-        cause = _disk_cause(error, Path(command.target), "give another --state-dir")
-        if cause is None:
-            raise
-        raise cause from error
 
 
 def _fetch_repo(command: Download, emit: Emit, token: str | None) -> Path:
     if not _REVISION.fullmatch(command.revision):
         raise StartError(f"{command.revision!r} is no name of a revision; give a branch, a tag or a commit")
     root = Path(command.cache or constants.HF_HUB_CACHE).expanduser().resolve()
-    try:
-        cache = RepoCache(root, command.repo)
-        snapshot = cache.complete_snapshot(command.revision, adapter=command.adapter)
-        if snapshot is None:
-            return _fetch(cache, command, emit, token)
-        with contextlib.suppress(OSError):  # a read-only cache is sufficient here
-            cache.name_revision(command.revision, snapshot.name)
-        return snapshot
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RequestError) as error:
-        raise _hub_cause(error, command) from error
-    except OSError as error:
-        cause = _disk_cause(error, root, "set HF_HUB_CACHE to another folder")
-        if cause is None:
-            raise
-        raise cause from error
+    with _writing(root, "set HF_HUB_CACHE to another folder"):
+        try:
+            cache = RepoCache(root, command.repo)
+            snapshot = cache.complete_snapshot(command.revision, adapter=command.adapter)
+            if snapshot is None:
+                return _fetch(cache, command, emit, token)
+            with contextlib.suppress(OSError):  # a read-only cache is sufficient here
+                cache.name_revision(command.revision, snapshot.name)
+            return snapshot
+        except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RequestError) as error:
+            raise _hub_cause(error, command) from error
 
 
 def _fetch(cache: RepoCache, command: Download, emit: Emit, token: str | None) -> Path:
@@ -239,10 +231,16 @@ def _hub_cause(error: Exception, command: Download) -> StartError:
     return StartError(f"{hub} cannot be reached for {repo}: {reason}", Exit.NETWORK)
 
 
-def _disk_cause(error: OSError, root: Path, remedy: str) -> StartError | None:
-    """The StartError for a full or read-only disk below `root`, with `remedy` in its message. None: another cause."""
-    if error.errno in _FULL:
-        return StartError(f"no room left below {root}; free some, or {remedy}", Exit.DISK_FULL)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StartError(f"{root} cannot be written ({error.strerror}): let this user write there, or {remedy}")
-    return None
+@contextlib.contextmanager
+def _writing(root: Path, remedy: str) -> Iterator[None]:
+    """Raise StartError, with `remedy` in its message, if the disk below `root` is full or cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StartError(f"no room left below {root}; free some, or {remedy}", Exit.DISK_FULL) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StartError(
+                f"{root} cannot be written ({error.strerror}): let this user write there, or {remedy}"
+            ) from error
+        raise
