@@ -33,52 +33,6 @@ class ClientGone(Exception):
     """The client has disconnected, or has not read for too long."""
 
 
-class ClientConnection:
-    """Writes responses to the client of `request`. Every write ends within `write_timeout` seconds (None: unbounded) or
-    raises ClientGone.
-
-    aiohttp has no such bounds: a write blocks for ever once the buffers are full, and a handler that returns ends the
-    response in order, with the terminal chunk.
-    """
-
-    def __init__(self, request: web.Request, write_timeout: float | None):
-        self._request = request
-        self._write_timeout = write_timeout
-
-    async def begin(self, response: web.StreamResponse) -> None:
-        """Fix status and headers. They are sent with the first write."""
-        async with self._bounded():
-            await response.prepare(self._request)
-
-    async def write(self, response: web.StreamResponse, data: bytes) -> None:
-        async with self._bounded():
-            await response.write(data)
-
-    async def send(self, response: web.Response) -> None:
-        """Write a complete response."""
-        async with self._bounded():
-            await response.prepare(self._request)
-            await response.write_eof()
-
-    def abort(self) -> None:
-        """Close the connection without the terminal chunk, so that the client recognizes an incomplete response."""
-        transport = self._request.transport
-        if transport is not None:
-            if self._write_timeout is not None:
-                asyncio.get_running_loop().call_later(self._write_timeout, transport.abort)
-            transport.close()
-
-    @contextlib.asynccontextmanager
-    async def _bounded(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._write_timeout):
-                yield
-        except (TimeoutError, ConnectionError):
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientGone from None
-
-
 class BodyTooLarge(RequestError):
     status, type, reason = 413, "invalid_request_error", "too_large"
 
@@ -88,12 +42,17 @@ class WrongMethod(RequestError):
 
 
 class ServerExchange:
-    """One request in progress, with the counts for its `RequestEnded` event."""
+    """One request in progress: the writes of its response, and the counts for its `RequestEnded` event.
+
+    Every write ends within `write_timeout` seconds (None: unbounded) or raises ClientGone. aiohttp has no such bounds:
+    a write blocks for ever once the buffers are full, and a handler that returns ends the response in order, with the
+    terminal chunk.
+    """
 
     def __init__(self, request: web.Request, write_timeout: float | None):
         self.id: str = request[ID]
         self.request = request
-        self.connection = ClientConnection(request, write_timeout)
+        self._write_timeout = write_timeout
         self.began = time.monotonic()
         self.prompt_tokens = 0
         self.is_broken = False  # the stream ended in an error frame, so the connection must be aborted
@@ -143,10 +102,40 @@ class ServerExchange:
     def headers(self, ignored: Sequence[str] = ()) -> dict[str, str]:
         return {REQUEST_ID_HEADER: self.id, **ignored_fields(ignored)}
 
+    async def begin(self, response: web.StreamResponse) -> None:
+        """Fix status and headers. They are sent with the first write."""
+        async with self._bounded():
+            await response.prepare(self.request)
+
+    async def write(self, response: web.StreamResponse, data: bytes) -> None:
+        async with self._bounded():
+            await response.write(data)
+
     async def send(self, response: web.Response) -> web.StreamResponse:
+        """Write a complete response."""
         response.headers.update(self.headers())
-        await self.connection.send(response)
+        async with self._bounded():
+            await response.prepare(self.request)
+            await response.write_eof()
         return response
+
+    def abort(self) -> None:
+        """Close the connection without the terminal chunk, so that the client recognizes an incomplete response."""
+        transport = self.request.transport
+        if transport is not None:
+            if self._write_timeout is not None:
+                asyncio.get_running_loop().call_later(self._write_timeout, transport.abort)
+            transport.close()
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                yield
+        except (TimeoutError, ConnectionError):
+            if self.request.transport is not None:
+                self.request.transport.abort()
+            raise ClientGone from None
 
     async def send_result(self, result: JsonAnswer) -> web.StreamResponse:
         """Send the result of a request that generates no tokens."""

@@ -252,7 +252,7 @@ class Server:
             try:
                 response = await self._answer(exchange, function, waited)
                 if exchange.is_broken:
-                    exchange.connection.abort()
+                    exchange.abort()
                 return response
             except asyncio.CancelledError:
                 exchange.outcome = "cancelled"
@@ -321,22 +321,21 @@ class Server:
         """Write the response frame by frame. Raises errors that occur before the first frame: they have a status."""
         dialect = call.frame_dialect or exchange.request[DIALECT]
         stream_frames = StreamFrames(call, dialect, name)
-        connection = exchange.connection
         response = web.StreamResponse(headers={**stream(dialect).headers, **exchange.headers(call.ignored)})
         frames = await stream_frames.first(deltas, exchange)
         exchange.request[DIALECT] = dialect
-        await connection.begin(response)
+        await exchange.begin(response)
         try:
             while frames is not None:
                 if frames:
-                    await connection.write(response, frames)
+                    await exchange.write(response, frames)
                 frames = await stream_frames.next(deltas, exchange)
-            await connection.write(response, call.reply.closing_frames())
+            await exchange.write(response, call.reply.closing_frames())
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - every error becomes a frame
             exchange.outcome, exchange.is_broken = "error", True
-            await connection.write(response, exchange.error_frame(public_error(exchange, error)))
+            await exchange.write(response, exchange.error_frame(public_error(exchange, error)))
         return response
 
 
