@@ -9,10 +9,9 @@ from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
 from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
-from worker.protocol.dialects.ericllm import GENERATE
+from worker.protocol.dialects.ericllm import GENERATE, SAME_AS_OPENAI
 
 _DEFAULTS = {"max_tokens": 128, "temperature": 0.7, "top_k": 40, "top_p": 0.5}
-_SAME = (*_DEFAULTS, "min_p", "stop", "n", "seed", "model", "skip_special_tokens")
 # Values of `top_a` that mean nothing special: EricLLM's own default, and off.
 _TOP_A = (None, 0.0, 1.0)
 
@@ -23,7 +22,7 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
     if fields.number("top_a") not in _TOP_A:
         fields.mark_unused("top_a")  # EricLLM reads it, and its sampler does not get it (ericLLM.py, inference_loop)
     fields.refuse("filters", "filters are not supported; use a grammar with POST /v1/completions")
-    openai_body: Json = {name: fields.checked(name) for name in _SAME}
+    openai_body: Json = {name: fields.checked(name) for name in SAME_AS_OPENAI}
     openai_body |= {name: value for name, value in _DEFAULTS.items() if openai_body[name] is None}
     openai_body["repetition_penalty"] = fields.checked("token_repetition_penalty")
     prompt = fields.text("prompt")

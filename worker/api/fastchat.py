@@ -19,11 +19,10 @@ from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import Conversation
 from worker.prompt.logprob_options import LogprobOptions
-from worker.protocol.dialects.fastchat import CONV_TEMPLATE, COUNT_TOKENS, EMBED, GENERATE
+from worker.protocol.dialects.fastchat import CONV_TEMPLATE, COUNT_TOKENS, EMBED, GENERATE, SAME_AS_OPENAI
 
 _NEW_TOKENS = 256  # default for requests without max_new_tokens
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-_SAME = (*_DEFAULTS, "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "logprobs", "seed", "model")
 # Lower temperatures mean greedy, and so does a top_p below a thousandth of it (FastChat's
 # fastchat/serve/inference.py).
 _GREEDY = 1e-5
@@ -44,10 +43,9 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
 
 async def _generate(body: Json, model: ServedModel, *, streams: bool) -> GenerationCall:
     fields = BodyFields(body, GENERATE)
-    for name in ("images", "best_of", "use_beam_search"):
-        fields.refuse(name, f"{name} is not supported; leave it out")
+    fields.refuse("images", "images is not supported; leave it out")
     fields.flag("stream")  # the path determines streaming
-    openai_body: Json = {name: fields.take(name) for name in _SAME}
+    openai_body: Json = {name: fields.take(name) for name in SAME_AS_OPENAI}
     openai_body |= {name: value for name, value in _DEFAULTS.items() if openai_body[name] is None}
     new_tokens = fields.integer("max_new_tokens")
     openai_body["max_tokens"] = _NEW_TOKENS if new_tokens is None else new_tokens

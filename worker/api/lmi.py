@@ -23,24 +23,13 @@ from worker.protocol.dialects.lmi import DEFAULTS_WITHOUT_EFFECT, INVOCATIONS, O
 from worker.protocol.dialects.vllm import SCORE_FIELDS
 
 _NEW_TOKENS = 30  # default for requests without max_new_tokens
-_SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    *SAME_AS_OPENAI,
-)
 # Fields of a text completion by their name in `parameters`, for errors.
 _NAMES: Mapping[str, str] = {
     "truncate_prompt_tokens": "parameters.truncate",
     "prompt_logprobs": "parameters.decoder_input_details",
     "logprobs": "parameters.top_n_tokens",
     "max_tokens": "parameters.max_new_tokens",
-    **{name: f"parameters.{name}" for name in _SAME},
+    **{name: f"parameters.{name}" for name in SAME_AS_OPENAI},
 }
 _FINISHES = {"length": "length", "stop": "eos_token"}
 
@@ -117,7 +106,7 @@ def _parameters(fields: BodyFields, model: ServedModel, *, stream: bool) -> tupl
     for name, default in DEFAULTS_WITHOUT_EFFECT.items():
         if within.take(name) not in (None, default):
             fields.mark_unused(within.path + name)
-    openai_body: Json = {name: within.checked(name) for name in _SAME}
+    openai_body: Json = {name: within.checked(name) for name in SAME_AS_OPENAI}
     if not within.flag("do_sample"):
         if openai_body["temperature"]:
             fields.mark_unused(f"{within.path}temperature")

@@ -30,14 +30,10 @@ from worker.protocol.dialects.ollama import (
     GENERATE,
     IGNORED_OPTIONS,
     OPTIONS,
+    SAME_AS_OPENAI,
 )
 from worker.protocol.streams import timestamp
 
-# options with the same name in OpenAI's API
-_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty",
-)  # fmt: skip
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ns|us|µs|ms|s|m|h)")
 _IMPOSSIBLE_LOGPROB = -9999.0  # logprob of an impossible token, for clients that need a number
@@ -187,7 +183,7 @@ def _model_name(fields: BodyFields, model: ServedModel) -> str:
 
 def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
     within = fields.within("options", OPTIONS)
-    chat_body: Json = {name: within.checked(name) for name in _SAMPLING}
+    chat_body: Json = {name: within.checked(name) for name in SAME_AS_OPENAI}
     chat_body["stop"] = read_stop(within, "stop")
     most = within.integer("num_predict")
     chat_body["max_tokens"] = -1 if most is not None and most <= 0 else most

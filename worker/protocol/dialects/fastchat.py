@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import MAX_INT32, SAMPLING, STOP, tuning
-from worker.protocol.dialects.openai import COMMON, EMBEDDINGS, MODEL
+from worker.protocol.dialects.generation_fields import MAX_INT32
+from worker.protocol.dialects.openai import EMBEDDINGS, MODEL, TEXT_COMPLETION
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -30,20 +30,17 @@ from worker.protocol.schema import (
     shape,
 )
 
+# Fields with the name and the meaning of a field of OpenAI's text completions.
+SAME_AS_OPENAI = (
+    "model", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+    "stop_token_ids", "logprobs", "seed",
+)  # fmt: skip
 GENERATE: Body = {
-    "model": MODEL,
+    **{name: TEXT_COMPLETION[name] for name in SAME_AS_OPENAI},
     "prompt": TEXT,
-    **tuning("temperature", "top_k", "top_p"),
-    **tuning("repetition_penalty", "presence_penalty", "frequency_penalty"),
     "max_new_tokens": integer(1, None, "256 unless stated."),
     "echo": flag("The text begins with the prompt; true unless stated."),
-    "stop": STOP,
-    "stop_token_ids": COMMON["stop_token_ids"],
-    "logprobs": integer(0, None, "At most the model's max-logprobs."),
-    "seed": SAMPLING["seed"],
     "stream": flag("No effect: the path decides."),
-    "best_of": one_of([1]),
-    "use_beam_search": one_of([False]),
     "images": one_of([[]]),
 }
 EMBED: Body = EMBEDDINGS

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, tuning
+from worker.protocol.dialects.generation_fields import MAX_CHOICES, STOP
 from worker.protocol.dialects.llama_server import RANKING
 from worker.protocol.dialects.openai import ADAPTERS, COMMON, MODEL
 from worker.protocol.dialects.vllm import SCORES
@@ -33,6 +33,7 @@ OPENAI_FIELDS = frozenset({"messages", "prompt"})
 
 # Parameters with the name and the meaning of a field of OpenAI's API.
 SAME_AS_OPENAI = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "logit_bias",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
@@ -44,9 +45,7 @@ DEFAULTS_WITHOUT_EFFECT: Mapping[str, float] = {
 }
 WITHOUT_EFFECT: Body = members({"description": "Reported as ignored."}, *DEFAULTS_WITHOUT_EFFECT)
 PARAMETERS: Body = {
-    **tuning("temperature", "top_k", "top_p", "min_p"),
-    **tuning("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    "seed": SAMPLING["seed"],
+    **{name: COMMON[name] for name in SAME_AS_OPENAI},
     "do_sample": flag(),
     "max_new_tokens": integer(1, None, "30 unless stated."),
     "stop_sequences": STOP,
@@ -57,7 +56,6 @@ PARAMETERS: Body = {
     "n": integer(1, MAX_CHOICES, "best_of unless stated. The likeliest choice is the text; not in streams."),
     "best_of": integer(1, MAX_CHOICES, "Choices that are generated; the n likeliest are returned."),
     "truncate": integer(1, None, "The last tokens of the prompt that are kept."),
-    **{name: COMMON[name] for name in SAME_AS_OPENAI},
     "logprobs": integer(0, None, "The same as top_n_tokens."),
     "top_n_tokens": integer(0, None, "Alternatives of each token, with details. At most the model's max-logprobs."),
     "decoder_input_details": flag("Logprobs of the prompt, with details; not in streams."),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects import openai
-from worker.protocol.dialects.generation_fields import ROLES, SAMPLING, STOP, TUNING
+from worker.protocol.dialects.generation_fields import ROLES, SAMPLING, STOP
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -45,9 +45,13 @@ IGNORED_OPTIONS = (
     "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline", "draft_num_predict",
     "typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta",
 )  # fmt: skip
+# Options with the name and the meaning of a field of OpenAI's API.
+SAME_AS_OPENAI = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 OPTIONS: Body = {
-    **{name: schema for name, schema in TUNING.items() if name not in ("repetition_penalty", "no_repeat_ngram_size")},
-    "seed": SAMPLING["seed"],
+    **{name: SAMPLING[name] for name in SAME_AS_OPENAI},
     "stop": STOP,
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
     "num_ctx": integer(
