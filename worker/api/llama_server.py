@@ -288,19 +288,11 @@ class _CompletionChoice:
         sampling = self._generation.sampling
         if sampling.logprobs is None or not logprobs:
             return {}
-        if sampling.post_sampling_logprobs:
-            entries = [
-                {
-                    **_probability_entry(entry),
-                    "top_probs": [_probability_entry(top) for top in entry.top if top.logprob is not None],
-                }
-                for entry in logprobs
-            ]
-        else:
-            entries = [
-                {**_logprob_entry(entry), "top_logprobs": [_logprob_entry(top) for top in entry.top]}
-                for entry in logprobs
-            ]
+        is_post = sampling.post_sampling_logprobs
+        name, read = ("top_probs", _probability_entry) if is_post else ("top_logprobs", _logprob_entry)
+        entries = [
+            {**read(entry), name: [read(top) for top in entry.top if top.logprob is not None]} for entry in logprobs
+        ]
         return {"completion_probabilities": entries}
 
 

@@ -154,11 +154,11 @@ class BodyFields:
         """
         match sorted(kinds(self._table[name]) - {"null"}):
             case ["integer"]:
-                self.integer(name)
+                return self.integer(name)
             case ["number"]:
-                self.number(name)
+                return self.number(name)
             case ["boolean"]:
-                self.flag(name)
+                return self.flag(name)
         return self.take(name)
 
     def any_of(self, read: Callable[[str], Value | None], *names: str) -> Value | None:

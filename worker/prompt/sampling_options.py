@@ -168,21 +168,12 @@ def read_draft_limits(fields: BodyFields, *, speculates: bool) -> Json:
 
 def _tuning(fields: BodyFields) -> Json:
     """Read the sampling parameters by their name in SamplingParams."""
-    top_k = fields.integer("top_k")
-    top_p = fields.number("top_p")
-    given = {
-        "temperature": fields.number("temperature"),
-        "top_k": None if top_k is None else max(top_k, 0),
-        # top_p = 0 must keep the most likely token; any tiny probability does
-        "top_p": None if top_p is None else max(top_p, 1e-6),
-        "min_p": fields.number("min_p"),
-        "repetition_penalty": fields.any_of(fields.number, "repetition_penalty", "repeat_penalty"),
-        "repeat_last_n": fields.integer("repeat_last_n"),
-        "presence_penalty": fields.number("presence_penalty"),
-        "frequency_penalty": fields.number("frequency_penalty"),
-        "no_repeat_ngram_size": fields.integer("no_repeat_ngram_size"),
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: fields.checked(name) for name in TUNING if name != "repeat_penalty"}
+    given["repetition_penalty"] = fields.any_of(fields.number, "repetition_penalty", "repeat_penalty")
+    tuning = {name: value for name, value in given.items() if value is not None}
+    # top_p = 0 must keep the most likely token; any tiny probability does
+    least = {"top_k": 0, "top_p": 1e-6}
+    return tuning | {name: max(tuning[name], low) for name, low in least.items() if name in tuning}
 
 
 def read_stop(fields: BodyFields, *names: str) -> list[str] | None:
