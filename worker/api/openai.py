@@ -105,7 +105,7 @@ async def _parse_chat(
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
     budget, budget_fields = _reasoning_budget(fields, body, model)
-    if budget is not None and model.template.mentions("thinking_budget"):  # Seed-OSS is told its budget
+    if budget is not None and model.template.mentions("thinking_budget"):  # that of Seed-OSS states the budget
         conversation = replace(conversation, variables={"thinking_budget": budget, **conversation.variables})
     if budget == 0 and model.template.thinking_switch and "enable_thinking" not in conversation.variables:
         conversation = replace(conversation, variables={**conversation.variables, "enable_thinking": False})
@@ -324,7 +324,7 @@ def _best_of(fields: BodyFields, common: CommonOptions) -> int:
 
 
 def _reads_reasoning(fields: BodyFields, model: ServedModel) -> bool:
-    """Read `reasoning_format`: whether reasoning is separated from the content. The values are llama-server's."""
+    """Return True unless `reasoning_format`, with llama-server's values, leaves reasoning in the content."""
     given = fields.choice("reasoning_format")
     if given == "deepseek" and (model.chat_format is None or not model.chat_format.has_reasoning):
         fields.mark_unused("reasoning_format")

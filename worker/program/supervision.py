@@ -1,5 +1,5 @@
-"""The connection of a worker process to its router: events on a private stdout, token and orders on stdin, and an end
-together with the router.
+"""The connection of a worker process to its router: events on a private stdout, token and orders on stdin, and the end
+of the process when the router ends.
 
 Attaching is the first thing that a worker does, before any large import, so that it cannot outlive the router at any
 time. Two independent mechanisms end it, because each one has a gap. The kernel's parent-death signal is not sent if the

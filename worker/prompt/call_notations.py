@@ -1,7 +1,7 @@
 """Notations of tool calls that are neither JSON nor tagged, rewritten as JSON.
 
 One token after the other is translated and nothing is checked: the result is JSON only if the text is well-formed. So
-the time is proportional to the length, and any text can be given.
+any text may be passed, and the time is proportional to its length.
 """
 
 import json

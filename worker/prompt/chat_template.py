@@ -107,7 +107,7 @@ class ChatTemplate:
         # The template writes the arguments of past tool calls as text (DeepSeek-V3 and R1, Phi-4-mini): an object fails
         # there, or is written as Python would print it.
         self.takes_arguments_as_text = self.exists and not takes_objects and self._renders_call(f'{{"{_PROBE}": 1}}')
-        # The template rejects ids of tool calls that have not nine characters (Mistral), as the ones of our answers.
+        # The template rejects ids of tool calls that do not have nine characters (Mistral), such as our own ids.
         self._takes_short_ids = takes_objects and not self._renders_call({_PROBE: 1}, id=f"call_{0:024}")
 
     @property

@@ -137,8 +137,8 @@ def preamble(
 
 
 def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) -> int | None:
-    """Return the token that begins reasoning; None for a model without one for each end, whose reasoning no grammar can
-    limit.
+    """Return the token that begins reasoning; None unless one special token begins and another one ends it, so that a
+    grammar can limit it.
     """
     if chat_format is None or chat_format.reasoning_markers is None:
         return None
@@ -149,8 +149,8 @@ def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) ->
 
 def any_text(opening: int, *, is_open: bool, messages: Messages | None = None) -> Grammar:
     """Return the grammar of any text, for an answer whose reasoning a preamble limits. `opening`: the token that begins
-    reasoning, which no text begins with, so that the preamble cannot be passed by. It begins all `messages`, of which
-    none is reasoning.
+    reasoning. No text begins with it, so that the preamble cannot be bypassed. It begins all `messages`, of which none
+    is reasoning.
     """
     if messages is not None:
         others = " | ".join(map(_literal, messages.others))

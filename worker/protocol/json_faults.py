@@ -1,4 +1,4 @@
-"""The reason for which a body is no JSON, in clearer words than those of the parsers. PURE."""
+"""The reason why a body is not JSON, in clearer words than those of the parsers. PURE."""
 
 import re
 
@@ -11,13 +11,13 @@ _HALF = re.compile(
 
 
 def describe(body: bytes | bytearray, found: str) -> str:
-    """Return the fault of `body`. `found`: the parser's words, which are returned if there are no better ones."""
+    """Return the fault of `body`. `found`: the parser's message, which is returned if there is no better one."""
     if "utf-8" in found.lower():  # orjson takes every invalid byte for a surrogate, at position 0
         try:
             body.decode()
         except UnicodeDecodeError as wrong:
             return f"it is not UTF-8 (byte {wrong.start})"
-    # Of half a pair at the end of a string, msgspec says that the input was truncated.
+    # msgspec reports half a pair at the end of a string as truncated input.
     if ("surrogate" in found or "truncated" in found) and (half := _HALF.search(body)):
         return f"a string has half a surrogate pair (byte {half.start()}), as of a text that was cut inside an emoji"
     return found

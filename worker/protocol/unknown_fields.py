@@ -49,7 +49,7 @@ def _search(value: Any, options: Sequence[Schema], path: str, found: dict[str, N
 
 
 def _options(schemas: Iterable[Schema]) -> list[Schema]:
-    """Return the alternatives of `schemas`, which have no alternatives themselves."""
+    """Return all alternatives of `schemas`, down to those without `anyOf`."""
     return [option for schema in schemas for option in (_options(schema["anyOf"]) if "anyOf" in schema else [schema])]
 
 
