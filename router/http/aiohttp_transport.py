@@ -150,7 +150,7 @@ class AiohttpOutlet:
         await whole.prepare(self._request)
         await whole.write_eof()
 
-    async def write(self, data: bytes, chunk: bytes = b"") -> None:
+    async def write(self, data: bytes) -> None:
         assert self.response is not None
         await self.response.write(data)
 

@@ -117,10 +117,8 @@ class PlainRequest:
         head = self._head(status, headers, b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
         return self._write(head + self._framed(data) if data else head)
 
-    def write(self, data: bytes, chunk: bytes = b"") -> Awaitable[None] | None:
-        if not data:  # an empty chunk would be the end of the response
-            return None
-        return self._write(chunk if chunk and self._chunked else self._framed(data))
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        return self._write(self._framed(data)) if data else None  # an empty chunk would be the end of the response
 
     def end(self) -> Awaitable[None] | None:
         self.is_complete = True

@@ -63,8 +63,8 @@ class Outlet(Protocol):
     ) -> Awaitable[None] | None:
         """Write the head and the first `data` of the body. `is_whole`: there is no more, and the length is stated."""
 
-    def write(self, data: bytes, chunk: bytes = b"") -> Awaitable[None] | None:
-        """Write more of the body. `chunk`: the same bytes in the framing of one HTTP/1.1 chunk, where that is known."""
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        """Write more of the body."""
 
     def end(self) -> Awaitable[None] | None:
         """Write the end of the body."""

@@ -61,9 +61,6 @@ class Exchange:
         # Called with arriving bytes instead of waking the reader, until it returns False: `read` then returns those
         # bytes and the following ones. It raises nothing.
         self.sink: Callable[[bytes], bool] | None = None
-        # Called before `sink` with a chunk that arrives alone, in its framing, and the offset of its content. If it
-        # returns False, the chunk goes to `sink`. It raises nothing.
-        self.chunk_sink: Callable[[bytes, int], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._unread = 0
@@ -156,7 +153,7 @@ class Exchange:
         if self.sink(self._unread_bytes()):
             self._mark_read()
         else:
-            self.sink = self.chunk_sink = None
+            self.sink = None
             self._wake()
 
     def end(self) -> None:
@@ -301,7 +298,6 @@ class _WorkerConnection(asyncio.Protocol):
         self._head_bytes = 0  # of names and values so far
         self._overhead = 0  # bytes of framing since the last bytes of a body
         self._has_head = self._had_content = self._complete = self._stays_open = False
-        self._between_chunks = False  # the parser has seen the end of one chunk, and nothing of the next
         self._interim = 0
         self._problem = ""
 
@@ -376,11 +372,6 @@ class _WorkerConnection(asyncio.Protocol):
         if exchange is None:  # bytes without a request
             self.drop()
             return
-        if self._between_chunks and exchange.chunk_sink is not None:
-            at = start_of_lone_chunk(data)
-            if at and exchange.chunk_sink(data, at):
-                self._overhead = 0
-                return  # the parser has not seen this chunk, and is still between two chunks
         assert self._parser is not None
         self._had_content = False
         try:
@@ -389,8 +380,6 @@ class _WorkerConnection(asyncio.Protocol):
             self._problem = "it switches the protocol"
         except HttpParserError as error:
             self._problem = self._problem or str(error)
-        if self._between_chunks and not data.endswith(b"\r\n"):
-            self._between_chunks = False  # the size of the next chunk has begun
         if exchange.sink is not None:
             exchange.flush()
         self._overhead = 0 if self._had_content else self._overhead + len(data)
@@ -460,23 +449,7 @@ class _WorkerConnection(asyncio.Protocol):
             self._paused = True
             self._transport.pause_reading()
 
-    def on_chunk_header(self) -> None:
-        self._between_chunks = False
-
-    def on_chunk_complete(self) -> None:
-        self._between_chunks = True
-
     def on_message_complete(self) -> None:
         if self._has_head and not self._complete and self._parser is not None:
             self._complete = True
             self._stays_open = self._parser.should_keep_alive()  # read it now: the next message resets it
-
-
-def start_of_lone_chunk(data: bytes) -> int:
-    """The offset of the content if `data` is exactly one chunk in the plainest form, else 0.
-
-    The size is not parsed: it is compared with the text that it must have, so that no malformed size can be accepted.
-    """
-    start = data.find(b"\n", 0, 10) + 1
-    size = len(data) - start - 2
-    return start if size > 0 and data.startswith(b"%x\r\n" % size) and data.endswith(b"\r\n") else 0

@@ -230,6 +230,43 @@ async def test_a_long_response_that_breaks_is_shorter_than_its_content_length(tm
         assert set(got.rest) == {ord("x")}
 
 
+async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_between_them_is_reported(
+    tmp_path: Path,
+) -> None:
+    heard = asyncio.Queue[None]()
+
+    async def stream(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(WORDS[0]))
+        for sent in (chunk(WORDS[1]), chunk(WORDS[2] + WORDS[3]), chunk(b": ping\n\n"), chunk(WORDS[4])):
+            await heard.get()
+            await upstream.send(sent)
+        await heard.get()
+        if upstream.fake:
+            await upstream.send(chunk(WORDS[5])[:9])
+            up.launcher.die("a")
+            upstream.writer.transport.abort()
+            raise ConnectionError
+        await upstream.send(chunk(DONE) + END)
+
+    async with world(tmp_path, stream) as up:
+        for dies in (False, True):
+            reader, writer = await up.connect()
+            writer.write(request({"stream": True, "fake": dies}))
+            async with asyncio.timeout(60):
+                await reader.readuntil(b"\r\n\r\n")
+                for expected in (WORDS[0], WORDS[1], WORDS[2] + WORDS[3], b": ping\n\n", WORDS[4]):
+                    assert await reader.readexactly(len(chunk(expected))) == chunk(expected)
+                    heard.put_nowait(None)
+                rest = await reader.read() if dies else await reader.readuntil(END)
+            if dies:
+                assert b'data: {"error":' in rest
+                assert b"worker_crashed" in rest
+                assert not rest.endswith(END)
+            else:
+                assert rest == chunk(DONE) + END
+            writer.close()
+
+
 async def test_an_error_frame_of_the_worker_is_not_repeated(tmp_path: Path) -> None:
     frame = error_frame(Dialect.OPENAI, RequestError("NaN in the logits"))
 
