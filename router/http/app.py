@@ -29,7 +29,7 @@ from router.http.pipeline import (
 )
 from router.http.proxy import Proxy
 from router.http.request import Incoming
-from router.http.response import SERVER, json_bytes, own_headers
+from router.http.response import SERVER, json_bytes, own_headers, wait_for_client
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
@@ -123,7 +123,7 @@ class App:
         except web.HTTPException as other:
             raise BadRequest(other.reason or "bad request") from None
         if isinstance(response, web.Response):  # aiohttp would write it without a time limit
-            await self._pipeline.wait_for(incoming, outlet.send(response))
+            await wait_for_client(outlet, outlet.send(response), self._registry.settings.write_stall)
         return response.status
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -238,9 +238,8 @@ class Dispatcher:
                 return response
             await response.write(result.first)
             async for frame in result.frames:
-                async with asyncio.timeout(registry.settings.write_stall or None):
-                    await response.write(frame)
-        except (TimeoutError, ConnectionError):
+                await wait_for_client(request[INCOMING].outlet, response.write(frame), registry.settings.write_stall)
+        except ConnectionError:
             if request.transport is not None:
                 request.transport.abort()
         except asyncio.CancelledError:

@@ -42,7 +42,7 @@ from router.http.listener import PlainRequest
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
-from router.http.response import ProxiedResponse, own_headers, render_error
+from router.http.response import ProxiedResponse, own_headers, render_error, wait_for_client
 from router.registry.registry import Registry, flag
 from worker.protocol import json_faults
 from worker.protocol.dialects import Dialect
@@ -119,7 +119,7 @@ class Bodies:
             return body.removeprefix(BOM_UTF8)
         parts: list[bytes] = []
         try:
-            async with asyncio.timeout(settings.body_timeout or None):
+            async with asyncio.timeout(settings.body_timeout):
                 async for part in outlet.parts():
                     self._count(incoming, len(part))
                     parts.append(part)
@@ -361,7 +361,7 @@ class Pipeline:
     # Errors and the end of every request
 
     async def _refuse(self, incoming: Incoming, error: ApiError) -> None:
-        """Answer with `error`. Raises ConnectionError if the client is gone or does not read."""
+        """Answer with `error`. Raises ClientGone."""
         incoming.status = error.status
         if incoming.outlet.has_begun:
             # A second status line would be read as part of the first response's body. The connection is closed without
@@ -373,21 +373,9 @@ class Pipeline:
         await self._write(incoming, error.status, {**own_headers(incoming.id), **headers}, body)
 
     async def _write(self, incoming: Incoming, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Write a whole response of the router. Raises ConnectionError if the client is gone or does not read."""
+        """Write a whole response of the router. Raises ClientGone."""
         pending = incoming.outlet.begin(status, headers, body, is_whole=True)
-        if pending is not None:
-            await self.wait_for(incoming, pending)
-
-    async def wait_for(self, incoming: Incoming, pending: Awaitable[None]) -> None:
-        """Wait for a write of the router's own response, at most `write_stall` seconds. Raises ConnectionError, after
-        aborting the connection, if the client does not read."""
-        try:
-            async with asyncio.timeout(self._registry.settings.write_stall or None):
-                await pending
-        except TimeoutError:
-            if incoming.outlet.transport is not None:
-                incoming.outlet.transport.abort()  # close() would wait without limit for the client to read
-            raise ConnectionError("the client does not read") from None
+        await wait_for_client(incoming.outlet, pending, self._registry.settings.write_stall)
 
     def _rendered(self, incoming: Incoming, error: ApiError) -> tuple[dict[str, str], bytes]:
         """Headers and body of an error response. Counts the error."""

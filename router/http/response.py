@@ -24,7 +24,6 @@ from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body, to_openai_error
 from worker.protocol.streams import error_body_frame, error_frame, keepalive_frame, stream
 
-FLUSH_TIMEOUT = 30.0  # seconds to flush the end of a broken response, if writes have no limit of their own
 MAX_RETRY_AFTER = 60  # seconds; official clients give up on much larger values
 SERVER = f"router/{__version__}"
 
@@ -61,8 +60,24 @@ def whole_seconds(seconds: float) -> int:
     return max(1, math.ceil(round(seconds, 3)))
 
 
-class ClientGone(Exception):
+class ClientGone(ConnectionError):
     """The client has closed its connection, or has not read for `write_stall` seconds."""
+
+
+async def wait_for_client(outlet: Outlet, pending: Awaitable[None] | None, write_stall: float) -> None:
+    """Wait for a write of `outlet` (None: it is done), at most `write_stall` seconds. Raises ClientGone, after aborting
+    the connection if the client does not read."""
+    if pending is None:
+        return
+    try:
+        async with asyncio.timeout(write_stall):
+            await pending
+    except TimeoutError:
+        if outlet.transport is not None:
+            outlet.transport.abort()  # close() would wait without limit for the client to read
+        raise ClientGone from None
+    except ConnectionError:
+        raise ClientGone from None
 
 
 class ProxiedResponse:
@@ -121,36 +136,23 @@ class ProxiedResponse:
         """Send the status line, headers (default: those of a stream) and `data`. Raises ClientGone like `write`."""
         self.status = status
         of_stream = self.form.headers if headers is None else headers
-        if pending := self.outlet.begin(status, {**self.headers, **of_stream}, data):
-            await self._wait_for(pending)
+        await self._wait_for(self.outlet.begin(status, {**self.headers, **of_stream}, data))
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Send status line, headers and the whole body. Raises ClientGone like `write`."""
         self.status = status
-        if pending := self.outlet.begin(status, {**self.headers, **headers}, body, is_whole=True):
-            await self._wait_for(pending)
+        await self._wait_for(self.outlet.begin(status, {**self.headers, **headers}, body, is_whole=True))
 
     async def write(self, data: bytes) -> None:
         """Send more of the body. Raises ClientGone, after aborting the connection, if the client does not read."""
-        if pending := self.outlet.write(data):
-            await self._wait_for(pending)
+        await self._wait_for(self.outlet.write(data))
 
     async def finish(self) -> None:
         """Send the orderly end of the body. Raises ClientGone like `write`."""
-        if pending := self.outlet.end():
-            await self._wait_for(pending)
+        await self._wait_for(self.outlet.end())
 
-    async def _wait_for(self, pending: Awaitable[None]) -> None:
-        """Wait for a write of the outlet, at most `write_stall` seconds."""
-        try:
-            async with asyncio.timeout(self._write_stall or None):
-                await pending
-        except TimeoutError:
-            if self.outlet.transport is not None:
-                self.outlet.transport.abort()
-            raise ClientGone from None
-        except ConnectionError:
-            raise ClientGone from None
+    async def _wait_for(self, pending: Awaitable[None] | None) -> None:
+        await wait_for_client(self.outlet, pending, self._write_stall)
 
     async def comment(self, text: str) -> None:
         """Send a comment in the stream's own form, after the status line if that is not sent yet."""
@@ -181,7 +183,7 @@ class ProxiedResponse:
         transport = self.outlet.transport
         if transport is None:
             return
-        limit = time.monotonic() + (self._write_stall or FLUSH_TIMEOUT)
+        limit = time.monotonic() + self._write_stall
         sock: socket.socket | None = transport.get_extra_info("socket")
         old = self.outlet.is_old and sock is not None and sock.family != socket.AF_UNIX
         while time.monotonic() < limit and not transport.is_closing():
