@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -175,7 +175,7 @@ class Proxy:
         with self._shared_workers.lease(request.model, autoload=request.autoload) as lease:
             response.lease = lease
             before = time.monotonic()
-            process = await self._ready(lease, response)
+            process = await self._with_comments(lease.ready, lambda: lease.worker.ready.done(), lease, response)
             response.profile = request.model if await self._shared_workers.prepare(lease.worker, request.model) else ""
             if lease.worker.preset.adapter_slots:
                 await shared_workers.send_adapters(lease.worker, self._fleet.files)
@@ -189,31 +189,27 @@ class Proxy:
                 response.overhead = max(0.0, time.monotonic() - request.read - waited)
             await self._exchange(lease, process, response)
 
-    def _ready(self, lease: Lease, response: ProxiedResponse) -> Awaitable[WorkerProcess]:
-        if lease.worker.state is State.READY:
-            return lease.ready()
-        return self._wait_with_comments(lease.ready(), lease, response)
+    async def _with_comments(
+        self, work: Callable[[], Awaitable[T]], is_over: Callable[[], bool], lease: Lease, response: ProxiedResponse
+    ) -> T:
+        """Return the result of `work`. Meanwhile a stream gets its status line after `commit` seconds, and comments.
 
-    async def _wait_with_comments(self, work: Awaitable[T], lease: Lease, response: ProxiedResponse) -> T:
-        """Return the result of `work`. Meanwhile a stream gets its status line after `commit` seconds, and comments."""
-        # A task of its own, because asyncio.wait() leaves the wait for the lease running between two comments.
-        waiting = asyncio.ensure_future(work)
-        try:
-            if not response.request.stream:
-                return await waiting
-            if not response.committed:
-                left = response.request.arrived + self._settings.stream_commit_seconds - time.monotonic()
-                await asyncio.wait({waiting}, timeout=max(0.0, left))
-            while not waiting.done():
-                await response.comment(status_comment(self._fleet, lease))
-                await asyncio.wait({waiting}, timeout=self._ping)
-            return waiting.result()
-        finally:
-            if not waiting.done():
-                waiting.cancel()
-                await asyncio.wait({waiting})
-            if not waiting.cancelled():
-                waiting.exception()  # mark it as retrieved, or asyncio logs it when the client is gone
+        For each comment, `work` is cancelled and begun again, which costs less than a task for it. `is_over`: the
+        result is known, so no comment may come before it.
+        """
+        if is_over() or not response.request.stream:
+            return await work()
+        wait = self._ping
+        if not response.committed:
+            wait = max(0.0, response.request.arrived + self._settings.stream_commit_seconds - time.monotonic())
+        while True:
+            try:
+                async with asyncio.timeout(wait):
+                    return await work()
+            except TimeoutError:
+                if not is_over():
+                    await response.comment(status_comment(self._fleet, lease))
+                wait = self._ping
 
     async def _exchange(self, lease: Lease, process: WorkerProcess, response: ProxiedResponse) -> None:
         if lease.aborted is not None:
@@ -249,28 +245,11 @@ class Proxy:
     async def _head(self, exchange: Exchange, lease: Lease, response: ProxiedResponse) -> None:
         """Return when the head of the worker's response has arrived."""
         try:
-            if response.request.stream:
-                await self._head_with_comments(exchange, lease, response)
-            else:
-                await exchange.head()
+            await self._with_comments(exchange.head, lambda: exchange.has_head, lease, response)
         except NotHttp:
             raise lease.aborted or WorkerCrashed(
                 f"{response.request.model}: its worker's answer was not HTTP; ask again"
             ) from None
-
-    async def _head_with_comments(self, exchange: Exchange, lease: Lease, response: ProxiedResponse) -> None:
-        """Wait for the head like `_wait_with_comments`, with a timeout instead of a task, which is cheaper."""
-        wait = self._ping
-        if not response.committed:
-            wait = max(0.0, response.request.arrived + self._settings.stream_commit_seconds - time.monotonic())
-        while not exchange.has_head:
-            try:
-                async with asyncio.timeout(wait):
-                    await exchange.head()
-            except TimeoutError:
-                if not exchange.has_head:
-                    await response.comment(status_comment(self._fleet, lease))
-                wait = self._ping
 
     async def _relay(self, exchange: Exchange, response: ProxiedResponse) -> None:
         headers = _response_headers(exchange)
