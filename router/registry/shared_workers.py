@@ -159,11 +159,8 @@ class SharedWorkers:
         Each group shares a worker. Workers that no preset needs any more retire; all others keep running.
         """
         before, open_before = self.listed, {name: listed.model.open for name, listed in self.listed.items()}
-        wanted = fleet_presets(presets, groups)
-        self._reassign_ids(presets, wanted)
+        self.update(presets, groups)
         fleet = self.fleet
-        fleet.models.apply(wanted)
-        self._list(presets, groups)
         both = [name for name in presets if name in before]
         retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired]
         result = {
@@ -232,7 +229,7 @@ class SharedWorkers:
                 if (
                     id is not None
                     and id not in new_models
-                    and same_load(replace(wanted[id], id=""), _without_id(model))
+                    and same_load(replace(wanted[id], id=""), replace(model.preset, id=""))
                 ):
                     unchanged[id] = unchanged.get(id, 0) + (presets[name] == self.listed[name].preset)
             if unchanged:
@@ -257,10 +254,6 @@ class SharedWorkers:
             if status != 200:
                 raise LoadFailed(f"{profile.name} cannot be used: {_error_message(body)}; change its preset")
             sent[profile.name] = profile
-
-
-def _without_id(model: Model) -> Preset:
-    return replace(model.preset, id="")
 
 
 def _rename(model: Model, id: str) -> None:
