@@ -67,19 +67,12 @@ def _set_largest_rank(settings: Layer, fields: dict[str, Any], reader: SettingRe
 
 
 def _rank_of(folder: str, disk: DiskReader) -> int:
-    """The rank of an adapter; 0 if it is not downloaded yet."""
+    """The largest rank in an adapter's adapter_config.json, as PEFT writes it; 0 if it is not downloaded yet, or states
+    none."""
     try:
-        return _lora_rank(disk.read(f"{folder}/adapter_config.json"))
-    except (OSError, ValueError):
-        return 0
-
-
-def _lora_rank(config: str) -> int:
-    """The largest rank in the text of an adapter_config.json, as PEFT writes it; 0 if it contains none."""
-    try:
-        content = json.loads(config)
+        content = json.loads(disk.read(f"{folder}/adapter_config.json"))
         patterns = content.get("rank_pattern") or {}
         ranks = [content.get("r"), *patterns.values()]
-    except (ValueError, RecursionError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return 0
     return max((rank for rank in ranks if type(rank) is int and 0 < rank <= MAX_LORA_RANK), default=0)
