@@ -221,17 +221,11 @@ def within_gpu_split(preset: Preset, order: Sequence[DeviceId], room: Mapping[De
     return {device: min(room.get(device, 0), bound) for device, bound in zip(order, given, strict=False) if bound}
 
 
-def utilization_limits(preset: Preset, readings: Sequence[Reading]) -> dict[DeviceId, int]:
-    """Return the bytes that the model may take at most on each device by gpu-memory-utilization; empty: no limit."""
-    share = preset.gpu_memory_utilization
-    return {} if share == 1 else {reading.id: int(share * reading.total) for reading in readings}
-
-
 def within_utilization(
     preset: Preset, readings: Sequence[Reading], room: Mapping[DeviceId, int]
 ) -> dict[DeviceId, int]:
     """Return the `room` on each device within gpu-memory-utilization."""
-    most = utilization_limits(preset, readings)
+    most = {reading.id: int(preset.gpu_memory_utilization * reading.total) for reading in readings}
     return {device: min(size, most.get(device, size)) for device, size in room.items()}
 
 
