@@ -7,7 +7,6 @@ the required one.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +36,6 @@ class Model:
     """One preset and its workers. Times are seconds of the fleet's clock."""
 
     preset: Preset
-    created: int  # wall-clock time in whole seconds
     workers: list[Worker] = field(default_factory=list)  # all running workers, the newest last
     failure: Failure | None = None
     crashes: Crashes = field(default_factory=Crashes)
@@ -167,7 +165,7 @@ class ModelList(dict[str, Model]):
             self.add(preset)
 
     def add(self, preset: Preset) -> None:
-        self[preset.id] = Model(preset, int(time.time()))
+        self[preset.id] = Model(preset)
 
     def apply(self, presets: Mapping[str, Preset]) -> None:
         """Replace all presets: add new models, change others, and remove those that have no preset any more."""

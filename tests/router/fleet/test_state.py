@@ -13,7 +13,7 @@ STATES = list(State)
 
 @virtual
 async def test_a_later_state_is_entered_with_an_event_and_a_state_never_goes_back() -> None:
-    model = Model(Preset(id="a", path="/snapshots/a"), 0)
+    model = Model(Preset(id="a", path="/snapshots/a"))
     for current, to in product(STATES, STATES):
         events = EventLog()
         worker = Worker(1, model, current, 0.0)
