@@ -44,7 +44,6 @@ class Built:
 
     model: Any
     files: list[safetensors.WeightFile]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,6 @@ def load_model(
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     load = WeightLoad(options, config, device, split, is_embedder(options, config), report, stage_done)
     try:
-        if built is not None and share is None:
-            return load.load_prebuilt(built)
         with quiet():
             if share is not None:
                 loaded = load.load_slices(share)
@@ -102,8 +99,9 @@ def load_model(
             elif quantization.is_quantized(options, config):
                 loaded = load.load_quantized()
             else:
-                loaded = load.load_stored()
-        _set_up(loaded.model, attention)
+                loaded = load.load_stored(built)
+        if built is None:
+            _set_up(loaded.model, attention)
         return loaded
     except Exception as error:
         if cuda_errors.is_exhausted(error):
@@ -149,7 +147,7 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
     ours = {tensor.data_ptr() for tensor in tensors.values()}
     if any(parameter.numel() and parameter.data_ptr() not in ours for parameter in model.parameters()):
         return None
-    return Built(model, files, dtype)
+    return Built(model, files)
 
 
 @dataclass(frozen=True)
@@ -168,31 +166,39 @@ class WeightLoad:
     def cls(self) -> Any:
         return model_class(self.options, self.config, self.embeds)
 
-    def load_stored(self) -> LoadedModel:
+    def load_stored(self, built: Built | None) -> LoadedModel:
         """Load unquantized weights: views of the mapped files where the dtype matches, else converted tensor by tensor,
-        so that memory holds each weight once.
+        so that memory holds each weight once. `built`: the model around the files, if `build` has made it.
 
         Returns when everything is in memory (mapped or not). A step that waits for a disk would look like a stalled
         worker.
         """
-        files = _opened(self.options)
+        files = _opened(self.options) if built is None else built.files
         dtype = layer_split.resolved(self.options, self.config, files, self.device)
         # Files to convert are not mapped as a whole: memory would hold the stored and the converted weights.
         converts = {file for file in files if not keeps_float32(self.cls) and file.converts_to(dtype)}
         if self.device.type != "cpu" and not converts:
-            model = self._build_around(_views(files), dtype)
+            model = self._build_around(_views(files), dtype) if built is None else built.model
             self.stage_done("build")
             return self._loaded(self.copy_to_devices(model, files), dtype, files)
         if self.device.type == "cpu" and self.split is None and not converts and safetensors.are_cached(files):
+            # Everything is in the page cache: the model can run while its pages are mapped.
             self.stage_done("read")
-            model = self._build_around(_views(files), dtype)
-            _release_unused(files, model)
-            self.stage_done("build")
+            if built is None:
+                model = self._build_around(_views(files), dtype)
+                _release_unused(files, model)
+                self.stage_done("build")
+            else:
+                model = built.model
             return self._loaded(model, dtype, files, self._unmapped(model, files))
-        return self._read(files, dtype, converts)
+        return self._read(files, dtype, converts, built)
 
     def _read(
-        self, files: list[safetensors.WeightFile], dtype: torch.dtype, converts: Set[safetensors.WeightFile]
+        self,
+        files: list[safetensors.WeightFile],
+        dtype: torch.dtype,
+        converts: Set[safetensors.WeightFile],
+        built: Built | None,
     ) -> LoadedModel:
         """`load_stored` with files that are not cached, or that must be converted."""
         converted = most = 0
@@ -209,11 +215,14 @@ class WeightLoad:
                 report_bytes(min(converted, ahead.total - 1))
 
             report_bytes(0)
-            tensors: dict[str, torch.Tensor] = {}
-            for file in files:
-                tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
-            self.stage_done("copy" if converts else "read")
-            model = self._build_around(tensors, dtype)
+            if built is None:
+                tensors: dict[str, torch.Tensor] = {}
+                for file in files:
+                    tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
+                self.stage_done("copy" if converts else "read")
+                model = self._build_around(tensors, dtype)
+            else:
+                model = built.model
             if self.device.type != "cpu":
                 self._copy(model, files)
             else:
@@ -223,23 +232,6 @@ class WeightLoad:
             self.stage_done("read")
         _release_unused(files, model)
         return self._loaded(model, dtype, files)
-
-    def load_prebuilt(self, built: Built) -> LoadedModel:
-        """Load the weights of a model that `build` has made."""
-        if self.device.type != "cpu":
-            return self._loaded(self.copy_to_devices(built.model, built.files), built.dtype, built.files)
-        if self.split is None and safetensors.are_cached(built.files):
-            # Everything is in the page cache: the model can run while its pages are mapped.
-            self.stage_done("read")
-            return self._loaded(built.model, built.dtype, built.files, self._unmapped(built.model, built.files))
-        with safetensors.ReadAhead(built.files) as ahead:
-            self._report(0, ahead.total)
-            model = self._placed(built.model)
-            self.stage_done("build")
-            ahead.finish(lambda done: self._report(done, ahead.total))
-        _release_unused(built.files, model)
-        self.stage_done("read")
-        return self._loaded(model, built.dtype, built.files)
 
     def load_slices(self, share: RankShare) -> LoadedModel:
         """Load one rank's slices of a tensor-parallel model.
