@@ -147,8 +147,8 @@ class DecodePlanner:
         lengths = [view.tokens - view.hidden for view in views]
         longest = max(lengths)
         # As in `_places`: hidden positions repeat a visible one. They are masked.
-        offsets = torch.arange(longest).clamp(max=self._upload(lengths)[:, None] - 1)
-        begins = self._upload([view.begin + view.hidden for view in views])[:, None]
+        offsets = torch.arange(longest).clamp(max=upload(lengths, self._device)[:, None] - 1)
+        begins = upload([view.begin + view.hidden for view in views], self._device)[:, None]
         return PaddedCall(
             indices=self._index_tensor([view.index for view in views]),
             row=None,
@@ -171,7 +171,7 @@ class DecodePlanner:
             begins[place], ends[place] = view.hidden, view.tokens
         return PaddedCall(
             indices=self._index_tensor([view.index for view in views]),
-            row=None if row == list(range(rows)) else self._upload(row),
+            row=None if row == list(range(rows)) else upload(row, self._device),
             begin=low,
             stride=stride,
             rows=rows,
@@ -187,23 +187,22 @@ class DecodePlanner:
     ) -> cpu_attention.RowPositions:
         # Positions outside of a row's range repeat its nearest visible one, so `decode_attention` reads nothing in
         # vain.
-        position = torch.arange(tokens).clamp(self._upload(begins)[:, None], self._upload(ends)[:, None] - 1)
+        position = torch.arange(tokens).clamp(
+            upload(begins, self._device)[:, None], upload(ends, self._device)[:, None] - 1
+        )
         return cpu_attention.RowPositions(low, stride, position.clamp_(min=0).int())
 
     def _padded_mask(self, begins: list[int], ends: list[int], tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not any(begins) and min(ends) == tokens:
             return None
         position = torch.arange(tokens, device=self._device)
-        hidden = position >= self._upload(ends)[:, None]
+        hidden = position >= upload(ends, self._device)[:, None]
         if any(begins):
-            hidden |= position < self._upload(begins)[:, None]
+            hidden |= position < upload(begins, self._device)[:, None]
         return additive(hidden[:, None, None], dtype)
 
     def _index_tensor(self, indices: list[int]) -> torch.Tensor | None:
-        return None if indices == list(range(len(self._decodes))) else self._upload(indices)
-
-    def _upload(self, values: list[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self._device)
+        return None if indices == list(range(len(self._decodes))) else upload(indices, self._device)
 
 
 def _rows(views: list[_DecodeView]) -> tuple[int, int, int, int]:

@@ -103,12 +103,12 @@ class KvPool:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second, in every layer. All are read before any is written."""
         blocks = self._by_block()
-        source, target = (upload([pair[side] for pair in pairs], torch.int64, self._store.device) for side in (0, 1))
+        source, target = (upload([pair[side] for pair in pairs], self._store.device) for side in (0, 1))
         blocks.index_copy_(2, target, blocks.index_select(2, source))
 
     def erase(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
-        self._by_block().index_fill_(2, upload(blocks, torch.int64, self._store.device), 0.0)
+        self._by_block().index_fill_(2, upload(blocks, self._store.device), 0.0)
 
     def _by_block(self) -> torch.Tensor:
         """View `[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""

@@ -121,7 +121,7 @@ class PackedBatch:
             first += segment.length
         return cls(
             pool=pool,
-            positions=upload(positions, torch.int64, pool.device),
+            positions=upload(positions, pool.device),
             decodes=tuple((_table(segment), segment.end) for segment in batch[:count]),
             parts=tuple(parts),
         )
@@ -182,7 +182,7 @@ class PackedBatch:
                 numbers += table.blocks[:count]
                 numbers += [0] * (width - count)
             numbers += [length for _, length in self.decodes]
-            together = upload(numbers, torch.int64, self.positions.device)
+            together = upload(numbers, self.positions.device)
             rows = len(counts)
             self.tables = together[:-rows].view(rows, width), together[-rows:]
         return self.tables

@@ -55,7 +55,7 @@ def _page_kind(flags: int) -> int:
 _PAGE_KINDS = bytes(map(_page_kind, range(256)))
 
 
-def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Copy values to a one-dimensional tensor on `device`, without waiting for work queued on the device."""
     if device.type == "cpu" and device.index:
         # A fake one of an estimate. `to` would keep one element on the first CPU: torch has its value (2.13).

@@ -387,7 +387,7 @@ class LoraAdapters:
         begin, end = spans[0][0], spans[-1][1]
         if sum(last - first for first, last in spans) == end - begin:
             return slice(begin, end)
-        return memory.upload([row for span in spans for row in range(*span)], torch.int64, self._device)
+        return memory.upload([row for span in spans for row in range(*span)], self._device)
 
     def _install(self) -> None:
         """Replace the forward functions of the layers that an adapter in any slot changes."""

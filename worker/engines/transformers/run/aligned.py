@@ -286,7 +286,7 @@ class AlignedRunner:
             logits_to_keep=count,
             past=plan.time - plan.low,
             cross_columns=cross_columns,
-            device_tokens=device_tokens[upload([index for index, _ in order], torch.int64, device_tokens.device)]
+            device_tokens=device_tokens[upload([index for index, _ in order], device_tokens.device)]
             if device_tokens is not None
             else None,
         )

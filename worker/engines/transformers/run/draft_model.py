@@ -175,7 +175,7 @@ class DraftModel:
             if self.on_larger_step is not None and self._is_larger(parts, len(ready)):
                 self.on_larger_step()
             begin = time.monotonic()
-            newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
+            newest = self._forward(parts, upload(tokens, self._runner.device), list(ready))
             each = (time.monotonic() - begin) / len(tokens)  # on an accelerator, this is the time of the launch only
             if len(tokens) >= _MANY:
                 self._token_seconds.append(each)
@@ -284,11 +284,11 @@ class DraftModel:
             end += parts[place].length
             ends[place] = end - 1
         if flat != list(range(len(flat))):
-            tokens = tokens[upload(flat, torch.int64, device)]
+            tokens = tokens[upload(flat, device)]
         logits = self._runner.forward(
             tokens.clamp(max=self._vocab_size - 1),
-            upload(positions, torch.int64, device),
-            upload([ends[place] for place in ready] or [0], torch.int64, device),
+            upload(positions, device),
+            upload([ends[place] for place in ready] or [0], device),
             PackedBatch.of([parts[place] for place in order], self._runner.pool),
         )
         return logits[:, : self._vocab_size].argmax(-1)
@@ -302,7 +302,7 @@ class DraftModel:
             left = [row for row in rows if drafting[row].draft_room > place]
             if len(left) < len(rows):
                 kept = [rows.index(row) for row in left]
-                newest = newest[upload(kept, torch.int64, newest.device)]
+                newest = newest[upload(kept, newest.device)]
                 rows = left
             parts = []
             for row in rows:

@@ -54,7 +54,7 @@ class Forward:
 
     def encode(self, tokens: Sequence[int]) -> torch.Tensor:
         """The encoder's output for one prompt, `[1, tokens, width]`."""
-        ids = self._upload(tokens)[None]
+        ids = upload(tokens, self._device)[None]
         hidden: torch.Tensor = self._model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
         self._encoded = hidden.shape[-1], hidden.dtype
         return hidden
@@ -82,7 +82,7 @@ class Forward:
         """
         count = len(tokens[0])
         # Left padding: a row sees the columns from its own begin on.
-        begin = self._upload([past - start for start in starts])[:, None]  # [rows, 1]
+        begin = upload([past - start for start in starts], self._device)[:, None]  # [rows, 1]
         mask = (torch.arange(past + count, device=self._device) >= begin).long()  # [rows, past + count]
         if not self.masks_past:
             mask = mask[:, past:]
@@ -91,7 +91,7 @@ class Forward:
         # positions do not begin at 0 (Kosmos-2.5: behind the padding token's id). Code of a snapshot may need them.
         counts_itself = cache is None and type(self._model).__module__.startswith("transformers.")
         if self._positions and not counts_itself:
-            place = self._upload([start + i for start in starts for i in range(count)])
+            place = upload([start + i for start in starts for i in range(count)], self._device)
             options[self._positions] = place.view(len(starts), count)
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = logits_to_keep
@@ -104,7 +104,9 @@ class Forward:
         elif device_tokens is not None:
             options[self._tokens] = device_tokens.to(self._device)[:, None]
         else:
-            options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
+            options[self._tokens] = upload([token for row in tokens for token in row], self._device).view(
+                len(starts), count
+            )
         logits: torch.Tensor = self._model(**options).logits
         return logits[:, -logits_to_keep:]
 
@@ -118,11 +120,8 @@ class Forward:
             len(cross_columns), max(cross_columns), width
         )
         columns = torch.arange(max(cross_columns), device=self._device)
-        mask = (columns < self._upload(cross_columns)[:, None]).long()
+        mask = (columns < upload(cross_columns, self._device)[:, None]).long()
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=nothing), "attention_mask": mask}
-
-    def _upload(self, values: Sequence[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self._device)
 
 
 def first_token(model: Any) -> int:

@@ -139,7 +139,7 @@ class LaunchedForward:
             masks = TokenMasks(constrained, pending_masks.bits()) if constrained else None
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
-            used = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
+            used = logits if is_whole else logits[upload(rows, logits.device)]
             self._drawn = draw(used, samplings, masks, self._to_host)
         self._to_host.send()
         self._logits = None  # sampling overwrites them, and the device may reuse their memory
@@ -179,7 +179,7 @@ class LaunchedForward:
         if ids == wanted:
             return tokens
         row = {id: row for row, id in enumerate(ids)}
-        return tokens[upload([row[id] for id in wanted], torch.int64, tokens.device)]
+        return tokens[upload([row[id] for id in wanted], tokens.device)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,9 +144,9 @@ class PagedRunner:
         if self.adapters is not None:
             self.adapters.apply(lora)
         return self.forward(
-            self._to_device(tokens) if device_tokens is None else device_tokens.to(self.device),
-            self._to_device(positions),
-            upload(wanted, torch.int64, self._tail),
+            upload(tokens, self.device) if device_tokens is None else device_tokens.to(self.device),
+            upload(positions, self.device),
+            upload(wanted, self._tail),
             PackedBatch.of(batch, self._cache) if isinstance(self._cache, KvPool) else self._cache.lay_out(batch),
         )
 
@@ -186,6 +186,3 @@ class PagedRunner:
                 pool.erase(updates.erased)
             if updates.copied:
                 pool.copy(updates.copied)
-
-    def _to_device(self, values: list[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self.device)

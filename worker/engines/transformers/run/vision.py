@@ -277,7 +277,7 @@ class VisionTower:
         due = [picture for picture in prompt_images.images if _overlaps(picture, start, end)]
         if not due:
             return None
-        ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
+        ids = memory.upload([0 if token == self._token else token for token in tokens], self._device)
         # The image token may lie outside the embedding table, so 0 takes its place here.
         embedded: torch.Tensor = self._token_embeddings(ids[None]).clone()
         for picture in due:

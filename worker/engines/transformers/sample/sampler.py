@@ -129,7 +129,7 @@ def draw(
 ) -> DrawnTokens:
     """Choose the next token of each row of `logits` `[rows, vocab]` (float32; overwritten). Does not wait."""
     asking = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
-    which = _indices(asking, logits.device)
+    which = upload(asking, logits.device)
     # Logprobs are of the unmodified distribution, so they are taken before the penalties. [asking, vocab]
     raw = torch.log_softmax(logits[which], dim=-1) if asking else None
     _edit(logits, picks)
@@ -142,7 +142,7 @@ def draw(
     if len(drawing) == len(picks):
         tokens = _draw(logits - best[:, None], picks)
     elif drawing:
-        index = _indices(drawing, logits.device)
+        index = upload(drawing, logits.device)
         tokens[index] = _draw(logits[index] - best[index, None], [picks[row] for row in drawing])
     place = to_host.add(tokens.double())
     to_host.add(best.double())
@@ -188,7 +188,7 @@ def gather_likelihoods(
 ) -> TokenLikelihoods:
     """Likelihoods of `tokens`, given `logits` `[tokens, vocab]`, each with its `top` likeliest alternatives."""
     raw = torch.log_softmax(logits, dim=-1)
-    return TokenLikelihoods(tokens, top, to_host, to_host.add(_likelihoods(raw, _indices(tokens, logits.device), top)))
+    return TokenLikelihoods(tokens, top, to_host, to_host.add(_likelihoods(raw, upload(tokens, logits.device), top)))
 
 
 def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
@@ -238,7 +238,7 @@ def _mask(logits: torch.Tensor, masks: TokenMasks) -> None:
     if len(masks.rows) == len(logits):
         logits.add_(bias)
     elif logits.device.type != "cpu":
-        logits.index_add_(0, _indices(masks.rows, logits.device), bias)
+        logits.index_add_(0, upload(masks.rows, logits.device), bias)
     else:  # on the CPU row by row is three times as fast as index_add_
         for row, row_bias in zip(masks.rows, bias, strict=True):
             logits[row].add_(row_bias)
@@ -266,23 +266,23 @@ def _columns(
     entries: list[tuple[int, int, float]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns, values = zip(*entries, strict=True)
-    return _indices(rows, device), _indices(columns, device), _numbers(values, device)
+    return upload(rows, device), upload(columns, device), upload(values, device, torch.float32)
 
 
 def _draw(scores: torch.Tensor, picks: Sequence[RowSampling]) -> torch.Tensor:
     """Draw tokens `[rows]`. `scores` `[rows, vocab]`: logits with a maximum of 0 in each row; overwritten."""
     floor = _temper(scores, [pick.sampling for pick in picks])
-    return topk.draw(scores, floor, _numbers([pick.uniform for pick in picks], scores.device))
+    return topk.draw(scores, floor, upload([pick.uniform for pick in picks], scores.device, torch.float32))
 
 
 def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
     """Divide by the temperatures in place. Return the lowest score that stays, `[rows]`; None if all stay."""
     heats = [(max(sampling.temperature, MIN_TEMPERATURE), sampling.temperature_last) for sampling in samplings]
-    scores /= _numbers([1.0 if is_last else heat for heat, is_last in heats], scores.device)[:, None]
+    scores /= upload([1.0 if is_last else heat for heat, is_last in heats], scores.device, torch.float32)[:, None]
     floor = _floor(scores, samplings)
     if not any(is_last for _, is_last in heats):
         return floor
-    last = _numbers([heat if is_last else 1.0 for heat, is_last in heats], scores.device)
+    last = upload([heat if is_last else 1.0 for heat, is_last in heats], scores.device, torch.float32)
     scores /= last[:, None]
     return None if floor is None else floor / last
 
@@ -315,9 +315,9 @@ def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
     least = [math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf for sampling in samplings]
     if not cut and max(least) == -math.inf:
         return None
-    floor = _numbers(least, scores.device).clamp_(max=0.0)
+    floor = upload(least, scores.device, torch.float32).clamp_(max=0.0)
     if cut:
-        index = _indices(cut, scores.device)
+        index = upload(cut, scores.device)
         shares = [samplings[row].top_p for row in cut]
         floor[index] = torch.maximum(floor[index], _nucleus(scores[index], [counts[row] for row in cut], shares))
     return floor
@@ -334,8 +334,8 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
     width = max(limited, default=1)
     if len(limited) < len(counts):
         width = min(vocab, max(_NUCLEUS_TOKENS, width)) if scores.device.type == "cpu" else vocab
-    count = _indices(counts, scores.device)[:, None]
-    share = _numbers(shares, scores.device)[:, None]
+    count = upload(counts, scores.device)[:, None]
+    share = upload(shares, scores.device, torch.float32)[:, None]
     top = topk.top(scores, width)  # [rows, width], falling
     rank = torch.arange(width, device=scores.device)
     weights = top.exp().masked_fill_(rank >= count, 0.0)
@@ -347,7 +347,7 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
     if len(limited) < len(counts) and width < vocab:
         reached = (count < vocab) | (weights[:, :_NUCLEUS_TOKENS].sum(-1, keepdim=True) >= share * total)
         if not bool(reached.all()):
-            rest = _indices([row for row, is_reached in enumerate(reached[:, 0]) if not is_reached], scores.device)
+            rest = upload([row for row, is_reached in enumerate(reached[:, 0]) if not is_reached], scores.device)
             floor[rest] = _binned(scores[rest], (share * total)[rest])
     return floor
 
@@ -383,11 +383,3 @@ def _read(row: list[float], token: int, top: int | None) -> Likelihood:
     half = (len(row) - 1) // 2
     pairs = zip(row[1 : 1 + half], row[1 + half :], strict=True)
     return Likelihood(token, row[0], tuple((int(index), value) for index, value in list(pairs)[: top or 0]))
-
-
-def _numbers(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return upload(values, torch.float32, device)
-
-
-def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return upload(values, torch.int64, device)
