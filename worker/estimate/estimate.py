@@ -93,7 +93,7 @@ def estimate(options: Estimate) -> Estimated:
         grown += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     del tokenizer  # alive until here: on the CPU its memory is part of `process`
     if ranks > 1:
-        shards = [tensor_parallel.trace(options, config, ranks)] * ranks
+        shards = [trace(options, config, ranks)] * ranks
         staged = ranks * shards[0].staged
     elif options.layers or len(options.devices) > 1:
         shards, staged = trace_split(options, config)
@@ -150,15 +150,18 @@ def resident_bytes(dtype: torch.dtype) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def trace(options: ModelOptions, config: Any) -> Traced:
-    """Return the bytes of a model on one device: build it, make its cache and run its largest steps without memory.
+def trace(options: ModelOptions, config: Any, ranks: int = 1) -> Traced:
+    """Return the bytes of a model on one device, or of one of its tensor-parallel ranks: build it, make its cache and
+    run its largest steps without memory.
 
     Raises StartError for a model that cannot be served.
     """
     dtype = StoredTensors(options).dtype(options, config)
     if snapshot.encodes(options, config):
         return _with_loading(options, config, *_trace_encoder(options, config, dtype))
-    traced = _with_loading(options, config, *_trace_generation(options, config, dtype))
+    traced, arranging = _trace_generation(options, config, dtype, ranks)
+    if ranks == 1:
+        traced = _with_loading(options, config, traced, arranging)
     return _with_draft(options, config, traced) if options.draft_snapshot else traced
 
 
@@ -221,7 +224,7 @@ def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tu
     with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds), config, dtype, embeds=embeds)
         encoder = make_encoder(model, options, embeds=embeds)
-        weights = meta_model.weight_bytes(options, config, model, dtype) + head_bytes(encoder)
+        weights = meta_model.weight_bytes(options, config, model, dtype)[CPU] + head_bytes(encoder)
         arranging = quantized.pretend(options, config, model)
         meta_model.shorten(model)
         lengths = {ctx_size: 0}
@@ -231,21 +234,26 @@ def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tu
     return Traced(weights, 0, compute, on_device=meta_model.repeated_bytes(config, ctx_size, dtype)), arranging
 
 
-def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) -> tuple[Traced, int]:
+def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> tuple[Traced, int]:
     """Trace a model that generates text. Also returns the `arranging` of `_with_loading`."""
     on_cpu = device_of(options).type == "cpu"
+    reorders = _reorders(options) and ranks == 1
     ctx_size = requests.context_size(options, architectures.positions(config))
     processor = _image_processor(options, config)
     with meta_model.no_memory():
         # Fake tensors are always on the CPU: the first one on a CUDA device would create a context there, of half a
         # gigabyte.
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
-        weights = meta_model.weight_bytes(options, config, model, dtype)
+        loading, share = 0, None
+        if ranks > 1:
+            loading = tensor_parallel.loading_bytes(options, config, model, dtype)
+            share = tensor_parallel.divide(model, ranks)
+        weights = meta_model.weight_bytes(options, config, model, dtype)[CPU]
         tower = VisionTower(model, processor.token, CPU) if processor is not None else None
-        runner, capacity = meta_model.make_runner(model, config, options, ctx_size, tower)
+        runner, capacity = meta_model.make_runner(model, config, options, ctx_size, tower, ranks=ranks)
         arranging = quantized.pretend(options, config, model)
-        adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
-        kernels, reordering = cpu_linear.onednn_bytes(model) if _reorders(options) else (0, 0)
+        adapters = backends.make_adapters(runner, model, options, CPU, copies=0, share=share)
+        kernels, reordering = cpu_linear.onednn_bytes(model) if reorders else (0, 0)
         context = runner.bytes
         meta_model.shorten(model)
         if isinstance(runner, AlignedRunner):
@@ -254,11 +262,11 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
         others: list[Step] = []
         if isinstance(runner, PagedRunner) and on_cpu:
-            others += steps.short_rows(config.get_text_config(decoder=True).num_attention_heads)
-        looping = looping_peak(steps, cpu_linear.CpuLinears(model) if _reorders(options) else None)
+            others += steps.short_rows(config.get_text_config(decoder=True).num_attention_heads // ranks)
+        looping = looping_peak(steps, cpu_linear.CpuLinears(model) if reorders else None)
         if looping is not None:
             peaks = [max(looping, reordering)]
-        elif _reorders(options):
+        elif reorders:
             peaks = [reordered_peak(model, steps, others, least=reordering)]
         else:
             peaks = [peak_bytes(step) for step in (*steps.largest(), *others)]
@@ -268,7 +276,7 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
                 picture = processor.largest(dtype, ctx_size)
             images = OPENING_BYTES + max(HELD_BYTES, picture[1] if picture else 0)
             peaks += [peak_bytes(step) for step in steps.with_image(picture)]
-        if isinstance(runner, PagedRunner) and not on_cpu and not options.enforce_eager:
+        if isinstance(runner, PagedRunner) and not (on_cpu or options.enforce_eager or ranks > 1):
             if adapters is not None:
                 adapters.begin(())  # graphs are of steps without adapters
             graphs = graphs_bytes(runner, options.parallel, ctx_size)
@@ -276,9 +284,11 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
         weights + (adapters.bytes if adapters is not None else 0),
         context,
         max(peaks),
-        on_device=meta_model.repeated_bytes(config, ctx_size, dtype) + graphs,
+        on_device=meta_model.repeated_bytes(config, ctx_size, dtype) // ranks + graphs,
         kernels=kernels,
+        loading=loading,
         images=images,
+        staged=loading,
     )
     return traced, arranging
 
@@ -319,12 +329,12 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
         # tensors with a call that does not support such devices.
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, parts=parts)
         layer_split.place(model, parts)
-        weights = meta_model.weights_by_device(options, config, model, dtype, parts)
+        weights = meta_model.weight_bytes(options, config, model, dtype, parts)
         quantized.pretend(options, config, model)
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
         slots = adapters.bytes_by_device() if adapters is not None else {}
         context = {device: runner.bytes_on(device) for device in devices}
-        meta_model.shorten_parts(model, parts)
+        meta_model.shorten(model, parts.starts)
         if isinstance(runner, AlignedRunner):
             runner.shorten()
         adapter = adapters.pretend() if adapters is not None else None

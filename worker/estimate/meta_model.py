@@ -1,7 +1,7 @@
 """Models without memory: built on fake tensors, with the engine's own cache, and the bytes of their tensors."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +93,13 @@ def make_runner(
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
 
-def shorten(model: Any) -> None:
+def shorten(model: Any, starts: Sequence[int] = (0,)) -> None:
     """Leave one layer of each kind, and two at least: the peak of a step does not depend on the number of layers.
 
     Keys and values are in the cache, and the tensors of a layer are freed before the next layer runs. (Checked to the
     byte on 2, 32 and 80 layers.) A deep model would take seconds on fake tensors. Layers are of one kind if they have
-    the same type and the same parameters.
+    the same type and the same parameters. `starts`: the first layer on each device. Where a model on several devices
+    has layers of several kinds, all are left.
     """
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
@@ -109,20 +110,12 @@ def shorten(model: Any) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.ModuleList) and len(child) == count:
                 kinds = [(kind, _shapes(layer)) for kind, layer in zip(types, child, strict=True)]
-                needed = 1 + max(kinds.index(kind) for kind in set(kinds))
-                setattr(module, name, child[: max(needed, 2)])
-
-
-def shorten_parts(model: Any, parts: layer_split.LayerSplit) -> None:
-    """Leave two layers on each device, as `shorten` does, if all layers are of one kind; otherwise leave all."""
-    parent, stack = layer_split.stack_of(model)
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
-    if len(set(types)) > 1 or len({_shapes(layer) for layer in stack}) > 1:
-        return
-    name = next(name for name, child in parent.named_children() if child is stack)
-    starts = zip(parts.starts, parts.layers, strict=True)
-    kept = [layer for start, count in starts for layer in stack[start : start + min(count, 2)]]
-    setattr(parent, name, torch.nn.ModuleList(kept))
+                if len(set(kinds)) == 1:
+                    kept = sorted({at for start in starts for at in (start, start + 1) if at < count})
+                    setattr(module, name, torch.nn.ModuleList(child[at] for at in kept))
+                elif len(starts) == 1:
+                    needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+                    setattr(module, name, child[: max(needed, 2)])
 
 
 def _shapes(layer: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
@@ -162,36 +155,30 @@ class StoredTensors:
         return self._experts + self._experts // int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def weight_bytes(options: ModelOptions, config: Any, model: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights in memory, and of the buffers that the model makes itself."""
-    if quantization.quantization_config(config):
-        saved = model.state_dict()
-        own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
-        return own + quantized.stored_bytes(options, config, dtype)
-    if options.quantization.startswith("bnb"):
-        bits = 4 if options.quantization == "bnb-4bit" else 8
-        return tensor_bytes(model) - quantized.saved_by_bitsandbytes(model, dtype, bits=bits)
-    if options.load_format == "dummy":
-        return tensor_bytes(model)
-    return sum(bytes_by_device(model, dtype).values())
-
-
-def weights_by_device(
-    options: ModelOptions, config: Any, model: Any, dtype: torch.dtype, split: layer_split.LayerSplit
+def weight_bytes(
+    options: ModelOptions,
+    config: Any,
+    model: Any,
+    dtype: torch.dtype,
+    split: layer_split.LayerSplit | None = None,
 ) -> dict[torch.device, int]:
-    """Return the bytes of `weight_bytes` on each device of a model that is placed by `split`."""
+    """Return the bytes of the weights in memory, and of the buffers that the model makes itself, by device.
+
+    `split`: by which `model` is placed, if it is on several devices.
+    """
     if quantization.quantization_config(config):
         stored = model.state_dict()
         sizes: dict[torch.device, int] = defaultdict(int)
         for name, buffer in model.named_buffers():
             sizes[buffer.device] += 0 if name in stored else buffer.nbytes
         for name, size in quantized.stored_tensors(options, config, dtype):
-            sizes[_device_of_stored(name, split)] += size
+            sizes[_device_of_stored(name, split) if split is not None else CPU] += size
         return sizes
-    sizes = bytes_by_device(model, dtype)
+    # Random weights are made in one dtype.
+    sizes = bytes_by_device(model, () if options.load_format == "dummy" else tuple(model._get_dtype_plan(dtype)))
     if options.quantization.startswith("bnb"):
         bits = 4 if options.quantization == "bnb-4bit" else 8
-        for device, saved in quantized.saved_by_device(model, dtype, bits=bits).items():
+        for device, saved in quantized.saved_by_bitsandbytes(model, dtype, bits=bits).items():
             sizes[device] -= saved
     return sizes
 
@@ -205,24 +192,23 @@ def _device_of_stored(name: str, split: layer_split.LayerSplit) -> torch.device:
 
 def tensor_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all parameters and buffers. Tied tensors count once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    sizes: dict[int, int] = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(sizes.values())
+    return sum(bytes_by_device(model).values())
 
 
-def bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:
-    """Return the bytes of all parameters and buffers, with the parts that transformers keeps in float32 in a model of a
-    smaller dtype. Tied tensors count once."""
-    in_float32 = tuple(model._get_dtype_plan(dtype))
+def bytes_by_device(model: torch.nn.Module, in_float32: Collection[str] = ()) -> dict[torch.device, int]:
+    """Return the bytes of all parameters and buffers. Tied tensors count once.
+
+    `in_float32`: parts of the names of parameters that transformers keeps in float32 in a model of a smaller dtype.
+    """
     found: dict[int, tuple[torch.device, int]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         size = tensor.untyped_storage().nbytes()
         if isinstance(tensor, torch.nn.Parameter) and any(part in name for part in in_float32):
             size = tensor.numel() * torch.float32.itemsize
         found[storage_key(tensor)] = tensor.device, size
-    sizes: dict[torch.device, int] = {}
+    sizes: dict[torch.device, int] = defaultdict(int)
     for device, size in found.values():
-        sizes[device] = sizes.get(device, 0) + size
+        sizes[device] += size
     return sizes
 
 

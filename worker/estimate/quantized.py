@@ -28,11 +28,6 @@ _GPTQ = frozenset({"gptq", "awq"})
 _DEQUANTIZING_BYTES = {4: 8, 8: 5}
 
 
-def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a quantized checkpoint in memory."""
-    return sum(size for _, size in stored_tensors(options, config, dtype))
-
-
 def stored_tensors(options: ModelOptions, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
     """Yield the bytes in memory of each tensor of a quantized checkpoint: quantized tensors and their scales as stored,
     other floats in the dtype of the model. If loading dequantizes the weights, all tensors have that dtype, and there
@@ -88,12 +83,7 @@ def _quantized_layers(model: Any) -> Iterator[Any]:
             yield module
 
 
-def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
-    """Return the bytes by which quantization on load shrinks the model."""
-    return sum(saved_by_device(model, dtype, bits=bits).values())
-
-
-def saved_by_device(model: Any, dtype: torch.dtype, *, bits: int) -> dict[torch.device, int]:
+def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> dict[torch.device, int]:
     """Return the bytes by which quantization on load shrinks the parts of the model on each device.
 
     8 bits: a byte for each element, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a

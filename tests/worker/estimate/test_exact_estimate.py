@@ -192,7 +192,7 @@ def untraced(chosen: Estimate) -> tuple[int, int]:
     embeds = is_embedder(chosen, config)
     with meta_model.no_memory():
         model = meta_model.build(model_class(chosen, config, embeds), config, torch.float32, embeds=embeds)
-        weights = meta_model.weight_bytes(chosen, config, model, torch.float32)
+        weights = meta_model.weight_bytes(chosen, config, model, torch.float32)[CPU]
         return weights, 0 if embeds else meta_model.make_runner(model, config, chosen, chosen.ctx_size)[0].bytes
 
 
@@ -460,7 +460,7 @@ def test_bitsandbytes_weights_are_the_same_by_headers_and_by_the_rules_of_transf
         cls = model_class(chosen, config, is_embedder(chosen, config))
         with meta_model.no_memory():
             model = meta_model.build(cls, config, torch.float32, embeds=family == "bert-embed")
-            saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
+            saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)[CPU]
         plain, small = (
             weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
         )
@@ -489,7 +489,8 @@ def test_a_quantized_checkpoint_is_the_same_by_headers_and_by_the_worker(
     safetensors.torch.save_file(stored, snapshot / "model.safetensors", metadata={"format": "pt"})
     edit(snapshot / "config.json", quantization_config={"quant_method": method, "bits": 4, "group_size": columns})
     chosen = options(snapshot, devices=(device,))
-    by_worker = quantized.stored_bytes(chosen, load_config(chosen), torch.bfloat16)
+    stored_tensors = quantized.stored_tensors(chosen, load_config(chosen), torch.bfloat16)
+    by_worker = sum(size for _, size in stored_tensors)
     by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")
     assert by_worker == by_headers
 

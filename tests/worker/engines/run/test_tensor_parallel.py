@@ -142,7 +142,7 @@ async def test_ranks_without_blocks_fork_cancel_and_preempt_rows_together(
             estimated = Estimate(snapshot=str(folder), **{**COMMON, "threads": 1}, **changes)
             runner = work._backend.runner
             assert isinstance(runner, AlignedRunner)
-            rank = tensor_parallel.trace(estimated, load_config(estimated), 2)
+            rank = estimate.trace(estimated, load_config(estimated), 2)
             assert runner.bytes == rank.context
             assert sum(each.nbytes for each in (*runner._model.parameters(), *runner._model.buffers())) == rank.weights
 
@@ -390,7 +390,7 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     config = load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
-    rank = tensor_parallel.trace(each, config, 2)
+    rank = estimate.trace(each, config, 2)
     assert rank.context == whole.context // 2
     embeddings = 512 * 64 * 4
     half = (whole.weights - embeddings) / 2
@@ -411,7 +411,7 @@ def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path:
     plain = Estimate(snapshot=str(folder), devices=("cuda:0", "cuda:1"), tensor_parallel=2, **small)
     adapted = replace(plain, max_loras=3, max_lora_rank=5)
     config = load_config(plain)
-    exact = [tensor_parallel.trace(each, config, 2).weights for each in (plain, adapted)]
+    exact = [estimate.trace(each, config, 2).weights for each in (plain, adapted)]
     slots = 3 * 5 * 2 * (2 * 96 + 2 * 80 + 3 * 128) * 4
     assert exact[1] - exact[0] == slots
     facts = checkpoint.read(folder)
