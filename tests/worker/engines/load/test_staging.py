@@ -16,17 +16,18 @@ from tests.worker.loaded import options
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import load_config
-from worker.engines.transformers.load.staging import HostCopies, RingSize, move
+from worker.engines.transformers.load.staging import DeviceCopies, RingSize, move
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
 HERE = torch.device("cpu")
 
 
-class Late:
+class Late(DeviceCopies):
     """Copies that finish only when they are waited for, so that a buffer filled again too early gives wrong bytes."""
 
-    def __init__(self, depth: int = 1 << 30):
+    def __init__(self) -> None:
+        super().__init__(HERE)
         self.on_the_way: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.begun = 0
         self.most = 0
@@ -158,13 +159,13 @@ def test_an_aborted_load_leaves_no_copy_running(stored: tuple[Path, dict[str, to
 
 
 def test_a_lane_that_breaks_down_breaks_the_load(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    class Broken(HostCopies):
+    class Broken(DeviceCopies):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     file = WeightFile(stored[0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        move(Holder(file), [file], HERE, copies=Broken(), size=RingSize(2, 4096))
+        move(Holder(file), [file], HERE, copies=Broken(HERE), size=RingSize(2, 4096))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 

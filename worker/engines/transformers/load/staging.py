@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,53 +38,34 @@ READERS = 12
 ALIGNMENT = 256  # of each tensor on the device, like allocations of CUDA itself
 
 
-class DeviceCopies(Protocol):
-    """Copies to one device."""
+class DeviceCopies:
+    """Copies to one device: on a stream of its own with CUDA, else finished as soon as they are started."""
+
+    def __init__(self, device: torch.device):
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Targets come from the allocator of the current stream: earlier use of that memory must finish first.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start to copy. Neither tensor may be changed until the copy has finished."""
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits for all copies started so far. Any thread may call it."""
-
-    def end(self) -> None:
-        """Wait for all copies."""
-
-
-class HostCopies:
-    """Copies within main memory. They finish immediately."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> Callable[[], None]:
-        return _nothing
-
-    def end(self) -> None:
-        pass
-
-
-class CudaCopies:
-    """Copies to a CUDA device on a stream of its own."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Targets come from the allocator of the current stream: earlier use of that memory must finish first.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
+        """Return a function that waits for all copies started so far. Any thread may call it."""
+        if self._stream is None:
+            return _nothing
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         wait: Callable[[], None] = event.synchronize
         return wait
 
     def end(self) -> None:
-        self._stream.synchronize()
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +125,7 @@ def copy_to_device(
     Shared tensors stay shared. `report` gets the bytes copied so far, `read` is called when everything is read. Raises
     StartError (Exit.DAMAGED) for a truncated file, and errors of the device's allocator.
     """
-    copies = copies or (CudaCopies(device) if device.type == "cuda" else HostCopies())
+    copies = copies or DeviceCopies(device)
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
     chunks = _chunks_to_copy(tensors, files, device, moved, size.buffer_bytes)
     if chunks:
