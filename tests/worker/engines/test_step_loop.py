@@ -75,7 +75,7 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     third = ask(work, 9, prompt=2, limit=3)
     work.step()
     report = work.report()
-    assert report.slots == ((0, 7, 0, 3, 2, 0, 0), (1, 8, 4, 0, 3, 0, 0))
+    assert report.slots == [[0, 7, 0, 3, 2, 0, 0], [1, 8, 4, 0, 3, 0, 0]]
     assert (work.load, report.parallel) == ((2, 1), 2)
     assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
@@ -84,7 +84,7 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     while work.has_work:
         work.step()
     report = work.report()
-    assert (report.slots, report.cache_used) == ((), 0)
+    assert (report.slots, report.cache_used) == ([], 0)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
     assert (report.batched, report.longest) == (5 + 4, 12 + 2), "the last token of a text is not computed"
 
@@ -107,7 +107,7 @@ class Counting:
         self.steps = 0
 
     def report(self) -> WorkReport:
-        slots = ((0, 4, 0, 9, 1, 6, 2), (1, 5, 30, 0, 8, 0, 0))
+        slots = [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
         return WorkReport(
             parallel=4,
             prefill_tokens=100 * self.steps,
@@ -118,7 +118,7 @@ class Counting:
             drafted=12,
             accepted=5,
             drafts=4,
-            accepted_at=(4, 1),
+            accepted_at=[4, 1],
             batched=30,
             longest=50,
             slots=slots,

@@ -189,11 +189,11 @@ class GenerationLoop:
             drafted=drafter.drafted if drafter is not None else 0,
             accepted=drafter.accepted if drafter is not None else 0,
             drafts=drafter.drafts if drafter is not None else 0,
-            accepted_at=tuple(drafter.accepted_at) if drafter is not None else (),
+            accepted_at=list(drafter.accepted_at) if drafter is not None else [],
             batched=counts.batched,
             longest=counts.longest,
-            slots=tuple(
-                (
+            slots=[
+                [
                     row,
                     sequence.id,
                     max(0, sequence.prompt_tokens - sequence.computed),
@@ -201,9 +201,9 @@ class GenerationLoop:
                     sequence.limit - sequence.output_tokens,
                     sequence.drafted,
                     sequence.accepted,
-                )
+                ]
                 for row, sequence in places
-            ),
+            ],
         )
 
     def step(self) -> None:

@@ -6,6 +6,7 @@ for a client. It also sends the pulse, once a second: a hanging step stops the p
 """
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -13,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -34,9 +34,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkReport:
-    """The work's part of a pulse. The two counters only rise. Fields as in `Pulse`."""
+    """The work's part of a pulse: fields as in `Pulse`, and two counters that only rise, of which it has the rates."""
 
     parallel: int
     prefill_tokens: int  # since the start
@@ -47,10 +47,10 @@ class WorkReport:
     drafted: int = 0  # since the start
     accepted: int = 0  # since the start
     drafts: int = 0  # since the start
-    accepted_at: tuple[int, ...] = ()
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
     batched: int = 0
     longest: int = 0
-    slots: tuple[tuple[int, ...], ...] = ()
+    slots: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 class CounterRate:
@@ -250,7 +250,7 @@ class StepLoop:
                 self._growth.lock.release()
 
     def _compose_pulse(self) -> None:
-        now, at, report = self.occupancy, time.monotonic(), self._work.report()
+        now, at, report = self.occupancy, time.monotonic(), dataclasses.asdict(self._work.report())
         self._growth.settle()  # what steps have taken is measured below
         with memory.inheritance.one_count():
             # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
@@ -265,18 +265,8 @@ class StepLoop:
                     unannounced=self._unannounced(),
                     resident=memory.held(),
                     mapped=memory.mapped(),
-                    parallel=report.parallel,
-                    prefill_rate=self._prefill.since(report.prefill_tokens, at),
-                    decode_rate=self._decode.since(report.decode_tokens, at),
-                    cache_used=report.cache_used,
-                    cache_reusable=report.cache_reusable,
-                    cache_total=report.cache_total,
-                    drafted=report.drafted,
-                    accepted=report.accepted,
-                    drafts=report.drafts,
-                    accepted_at=list(report.accepted_at),
-                    batched=report.batched,
-                    longest=report.longest,
-                    slots=[list(slot) for slot in report.slots],
+                    prefill_rate=self._prefill.since(report.pop("prefill_tokens"), at),
+                    decode_rate=self._decode.since(report.pop("decode_tokens"), at),
+                    **report,
                 )
             )
