@@ -64,18 +64,28 @@ class _KeyValueBuffer:
         return found if self.kind is None else self.kind.unpack(found).squeeze(-2)
 
 
-class _KeyValueLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _BufferLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of a layer, in the cache's buffers."""
 
-    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer, window: int):
+    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer):
         super().__init__()  # type: ignore[no-untyped-call]
         self._view, self._buffers = view, (keys, values)
-        self.is_sliding = window > 0
-        self.sliding_window = window
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the buffers exist."""
+
+    def get_max_length(self) -> int:
+        return self._buffers[0].tensor.shape[2]
+
+
+class _KeyValueLayer(_BufferLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer's own tokens."""
+
+    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer, window: int):
+        super().__init__(view, keys, values)
+        self.is_sliding = window > 0
+        self.sliding_window = window
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -103,22 +113,11 @@ class _KeyValueLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> int:
         return self._view.past
 
-    def get_max_length(self) -> int:
-        return self._buffers[0].tensor.shape[2]
 
-
-class _CrossAttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _CrossAttentionLayer(_BufferLayer):  # type: ignore[no-untyped-call]
     """Keys and values of an encoder's output: written once, then only read."""
 
     is_sliding = False
-
-    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._view, self._buffers = view, (keys, values)
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the buffers exist."""
 
     @property
     def keys(self) -> torch.Tensor:
@@ -156,9 +155,6 @@ class _CrossAttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         return self._view.cross_columns
-
-    def get_max_length(self) -> int:
-        return self._buffers[0].tensor.shape[2]
 
 
 class _KeyValueStateLayer(_KeyValueLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override, no-untyped-call]
