@@ -26,13 +26,8 @@ class _RequestTexts(Generic[Job]):
     def nearest(self, length: int) -> "Iterator[tuple[int, int, _RequestTexts[Job]]]":
         """Lengths and positions in `entries`, nearest to `length` first; of two equally near, the longer first."""
         above = bisect_left(self.entries, (length,))
-        below = above - 1
-        while below >= 0 or above < len(self.entries):
-            is_above = above < len(self.entries) and (
-                below < 0 or self.entries[above][0] - length <= length - self.entries[below][0]
-            )
-            index = above if is_above else below
-            above, below = (above + 1, below) if is_above else (above, below - 1)
+        longer, shorter = range(above, len(self.entries)), reversed(range(above))
+        for index in merge(longer, shorter, key=lambda index: abs(self.entries[index][0] - length)):
             yield self.entries[index][0], index, self
 
 
