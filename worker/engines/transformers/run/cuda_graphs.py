@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from worker.engines.transformers.attention import paged_kernel
+from worker.engines.transformers.attention.decode_plan import additive
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import LayerAttention
 from worker.engines.transformers.device import cuda_errors
@@ -113,8 +114,7 @@ class GraphLayout:
             hidden = position >= self._lengths
             if window:
                 hidden |= position < self._lengths - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+            self._masks[window] = additive(hidden[:, None, None], dtype)
         return self._masks[window]
 
 
@@ -257,7 +257,7 @@ class GraphRunner:
     def _record_all(self, report: Callable[[], object]) -> None:
         device = self._runner.device
         shared = torch.cuda.graph_pool_handle()
-        capture_stream = _stream(device)
+        capture_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Largest first: smaller graphs then fit into the memory that the pool already has.
         largest_first = sorted(self.shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
         for shape in largest_first:
@@ -266,7 +266,11 @@ class GraphRunner:
                 # Before the recording: libraries choose kernels and allocate workspaces in the first run of a shape.
                 self.compute(*shape)
                 if not self._graphs:
-                    self._compute_without_waiting(shape)
+                    # Once more, and raise RuntimeError if the model's code waits for the device. A recording would fail
+                    # for this too, but it would leave torch's allocator in recording mode, in which no memory is ever
+                    # returned to the device.
+                    with waiting_forbidden():
+                        self.compute(*shape)
             torch.cuda.current_stream(device).wait_stream(capture_stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=shared, stream=capture_stream):
@@ -274,15 +278,6 @@ class GraphRunner:
             self._graphs[shape] = graph
             report()
         torch.cuda.synchronize(device)
-
-    def _compute_without_waiting(self, shape: tuple[int, int]) -> None:
-        """Run the step once, and raise RuntimeError if the model's code waits for the device.
-
-        A recording would fail for this too, but it would leave torch's allocator in recording mode, in which no memory
-        is ever returned to the device.
-        """
-        with waiting_forbidden():
-            self.compute(*shape)
 
 
 @contextmanager
@@ -296,9 +291,3 @@ def waiting_forbidden() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    build: Any = torch.cuda.Stream  # untyped in torch
-    stream: torch.cuda.Stream = build(device)
-    return stream
