@@ -93,15 +93,15 @@ def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with suppress(OSError):
         area.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)
-    if _claims is not None and _populate(whole[: mmap.PAGESIZE]):
-        _claims.add(whole, _populate)  # pages that fail are populated by the first write
+    if _claims is not None and populate(whole[: mmap.PAGESIZE]):
+        _claims.add(whole, populate)  # pages that fail are populated by the first write
     else:
         whole[:: mmap.PAGESIZE].zero_()
     return whole.view(dtype).view(size)
 
 
-def _populate(stretch: torch.Tensor) -> bool:
+def populate(stretch: torch.Tensor, advice: int = _MADV_POPULATE_WRITE) -> bool:
     """Populate the pages of `stretch` (page-aligned) without changing their content. False if the kernel does not
-    support it. Releases the GIL."""
+    support it; pages are then mapped on first use. Calls libc directly, because `mmap.madvise` holds the GIL."""
     address, size = ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes)
-    return bool(_libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)) == 0)
+    return bool(_libc.madvise(address, size, ctypes.c_int(advice)) == 0)

@@ -6,7 +6,6 @@ safetensors files of them.
 Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian length, JSON header, tensors.
 """
 
-import ctypes
 import json
 import mmap
 import os
@@ -20,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from worker.engines.transformers.device.lazy_pages import LazyPages
+from worker.engines.transformers.device.lazy_pages import LazyPages, populate
 from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -39,7 +38,6 @@ _AROUND = 1 << 16  # bytes that the kernel maps per page fault if cached (defaul
 _SAMPLE = 1 << 20  # bytes checked of each part
 # linux/mman.h; the second since Linux 5.14. Python 3.11 has no names for them.
 _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MAP_NORESERVE = 14, 22, 0x4000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def files(snapshot: Path) -> list[Path]:
@@ -241,7 +239,7 @@ class ReadAhead:
         elif is_cached:
             _touch(file.bytes[start : start + length])
         else:
-            _populate(file.bytes[start : start + length])
+            populate(file.bytes[start : start + length], _MADV_POPULATE_READ)
         with self._lock:
             self._done += length
 
@@ -281,11 +279,3 @@ def _touch(stretch: torch.Tensor) -> None:
     """Map cached pages. Reading one byte per fault-around window takes no mmap lock; madvise would block threads that
     map memory."""
     stretch[::_AROUND].max()
-
-
-def _populate(stretch: torch.Tensor) -> None:
-    """Map the pages of `stretch` (page-aligned). Does nothing on kernels without support; pages are then mapped on
-    first use. Calls libc directly, because `mmap.madvise` holds the GIL."""
-    _libc.madvise(
-        ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes), ctypes.c_int(_MADV_POPULATE_READ)
-    )
