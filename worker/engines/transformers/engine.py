@@ -19,6 +19,7 @@ from worker.engines.transformers import load_encoder, load_generator, preparatio
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.cores import StepThreads
 from worker.engines.transformers.device.growth import Growth
+from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import layer_split, snapshot
@@ -83,7 +84,7 @@ class TransformersEngine:
         self._encoder: EncoderLoop | None = None
         self._adapters: LoraAdapters | None = None
         self._leader: Leader | None = None
-        self._unmapped = load_generator.UnmappedMemory()
+        self._unmapped = LazyPages()
         self.has_warmed_up = False  # as in `Ready`
         self._until_first_pulse = memory.TAKEN_WHEN_READY if memory.inheritance.is_forked else 0
         self._steps_later = 0  # bytes that steps may take beyond what the warmup took

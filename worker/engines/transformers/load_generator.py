@@ -48,26 +48,6 @@ Progress = Callable[[events.Progress], None]
 
 
 @dataclass(frozen=True)
-class UnmappedMemory:
-    """Main memory of a loaded model that is not mapped yet."""
-
-    weights: LazyPages = field(default_factory=LazyPages)
-    cache: LazyPages = field(default_factory=LazyPages)
-    draft_cache: LazyPages = field(default_factory=LazyPages)
-
-    @property
-    def left(self) -> int:
-        """Bytes that are still to be mapped."""
-        return self.weights.left + self.cache.left + self.draft_cache.left
-
-    def start(self) -> None:
-        """Map it in the background: first the weights, which the first step reads, then the KV cache. Called once."""
-        self.weights.start()
-        self.cache.start(behind=self.weights.finish)
-        self.draft_cache.start(behind=self.cache.finish)
-
-
-@dataclass(frozen=True)
 class LoadedGenerator:
     """A generator ready to run."""
 
@@ -75,7 +55,7 @@ class LoadedGenerator:
     backend: Backend
     image_reader: ImageReader | None = None
     no_vision: str = TEXT_ONLY  # why it takes no images
-    unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
+    unmapped: LazyPages = field(default_factory=LazyPages)  # main memory that is not mapped yet
     has_warmed_up: bool = False  # as in `Ready`
     larger: int = 0  # bytes of main memory that steps which are larger than all before may take
     announces_steps: bool = False  # it announces steps that are larger than those so far
@@ -106,10 +86,10 @@ def load(
     with _start_errors(loaded, config, options, ctx_size):
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
         leading = (ranks, share[1]) if ranks is not None and share is not None else None
-        backend, capacity, cache_pages = _make_backend(loaded, config, options, ctx_size, tower, leading, progress)
-        draft_pages, draft_model = LazyPages(), None
+        backend, capacity, unmapped = _make_backend(loaded, config, options, ctx_size, tower, leading, progress)
+        draft_model = None
         if draft_config is not None:
-            with claiming() as draft_pages:
+            with claiming(unmapped) as unmapped:
                 draft_model = load_draft.load(options, backend, draft_config, capacity, ctx_size)
         prefill_budget = PrefillBudget(separate=not isinstance(backend, PagedRunner))
         backends.check_cache(backend, config, ctx_size)
@@ -147,7 +127,7 @@ def load(
         ),
         image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
-        unmapped=UnmappedMemory(loaded.unmapped, cache_pages, draft_pages),
+        unmapped=unmapped,
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
         has_steady_steps=is_fast or not _has_experts(loaded),
@@ -164,13 +144,14 @@ def _make_backend(
     leading: tuple[RankProcesses, ProcessGroup] | None,
     progress: Progress,
 ) -> tuple[PagedRunner | AlignedRunner, RowAllocator, LazyPages]:
-    """Return the runner with its cache, and the pages of the cache that are not mapped yet.
+    """Return the runner with its cache, and the pages of the weights and the cache that are not mapped yet: the first
+    step reads the weights, so they are mapped first.
 
     `leading`: the other ranks of a tensor-parallel model, and their group.
     """
     if leading is not None:
-        return *tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress), LazyPages()
-    with claiming() as pages:
+        return *tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress), loaded.unmapped
+    with claiming(loaded.unmapped) as pages:
         runner, capacity = backends.make_runner(
             loaded.model,
             config,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.fakes import DEADLINE
 from tests.worker.loaded import complete_one, load, options, serving
-from worker.engines.transformers.device.lazy_pages import claim, claiming
+from worker.engines.transformers.device.lazy_pages import LazyPages, claim, claiming
 from worker.engines.transformers.engine import TransformersEngine
 from worker.protocol.events import Pulse
 
@@ -54,12 +54,13 @@ def test_mapping_pages_later_keeps_their_content() -> None:
 
 
 def test_pages_are_mapped_after_more_urgent_ones() -> None:
-    with claiming() as claims:
+    urgent, seen = LazyPages(), list[int]()
+    urgent.add(torch.zeros(8, dtype=torch.uint8), lambda area: seen.append(claims.left))
+    with claiming(urgent) as claims:
         claim(4 * MIB, dtype=torch.uint8, device=CPU)
-    seen = []
-    claims.start(behind=lambda: seen.append(claims.left))
+    claims.start()
     claims.finish()
-    assert (seen, claims.left) == ([4 * MIB], 0)
+    assert (seen, claims.left) == ([4 * MIB + 8], 0)
 
 
 async def test_every_pulse_contains_the_memory_still_to_come(tmp_path: Path) -> None:
@@ -74,9 +75,9 @@ async def test_every_pulse_contains_the_memory_still_to_come(tmp_path: Path) -> 
         assert first.later == at_ready
         engine.map_rest()
         assert (await complete_one(engine, (9, 41, 70), max_tokens=4)).finish == "length"
-        engine._unmapped.cache.finish()
+        engine._unmapped.finish()
         came = at_ready - engine.later
         weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
-        assert came == weights + engine._unmapped.cache.taken > weights + 2 * MIB
+        assert came == weights + engine._unmapped.taken > weights + 2 * MIB
     async with serving(load(folder, ctx_size=512, parallel=64)) as other:
         assert (await complete_one(other, (9, 41, 70), max_tokens=4)).finish == "length", "mapping is optional"

@@ -25,9 +25,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class LazyPages:
     """Pages that a background thread maps in the order in which they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: "LazyPages | None" = None) -> None:
+        """`after`: more urgent pages, which are started and counted along with these."""
+        self._after = after
         self._areas: deque[tuple[torch.Tensor, Callable[[torch.Tensor], object]]] = deque()
-        self.taken = self.left = 0  # bytes, and those of them that are not mapped yet
+        self.taken = self._left = 0  # bytes, and those of them that are not mapped yet
         self._is_over = False
         self._thread: threading.Thread | None = None
 
@@ -35,12 +37,19 @@ class LazyPages:
         """Add bytes `[size]`. `touch` maps the pages of a part of them."""
         self._areas.append((area, touch))
         self.taken += len(area)
-        self.left += len(area)
+        self._left += len(area)
 
-    def start(self, behind: Callable[[], None] = lambda: None) -> None:
-        """Start the thread, which calls `behind` first. Call once."""
+    @property
+    def left(self) -> int:
+        """Bytes that are not mapped yet."""
+        return self._left + (self._after.left if self._after is not None else 0)
+
+    def start(self) -> None:
+        """Start the thread. Call once."""
+        if self._after is not None:
+            self._after.start()
         if self._areas:
-            self._thread = threading.Thread(target=self._run, args=(behind,), name="lazy-pages", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="lazy-pages", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
@@ -52,10 +61,11 @@ class LazyPages:
         """Stop early and wait for the thread. The rest is mapped on first use."""
         self._is_over = True
         self.finish()
-        self.left = 0
+        self._left = 0
 
-    def _run(self, behind: Callable[[], None]) -> None:
-        behind()
+    def _run(self) -> None:
+        if self._after is not None:
+            self._after.finish()
         while self._areas:
             area, touch = self._areas.popleft()  # memory that is freed meanwhile must not stay referenced here
             for start in range(0, len(area), _STRETCH):
@@ -63,17 +73,18 @@ class LazyPages:
                     return
                 some = area[start : start + _STRETCH]
                 touch(some)
-                self.left -= len(some)
+                self._left -= len(some)
 
 
 _claims: LazyPages | None = None  # of the current block
 
 
 @contextmanager
-def claiming() -> Iterator[LazyPages]:
-    """Allocations of this thread in the block may be unpopulated at its end. `LazyPages.start` populates them."""
+def claiming(after: LazyPages | None = None) -> Iterator[LazyPages]:
+    """Allocations of this thread in the block may be unpopulated at its end. `LazyPages.start` populates them, behind
+    the pages of `after`."""
     global _claims
-    before, _claims = _claims, LazyPages()
+    before, _claims = _claims, LazyPages(after)
     try:
         yield _claims
     finally:
