@@ -174,7 +174,7 @@ class TransformersEngine:
         preparation.open_devices(options, prepared.imported)
         try:
             own = snapshot.is_own_code(options, prepared.config)
-            with snapshot.own_code("its model", runs=own), snapshot.native_code(prepared.config, runs=not own):
+            with snapshot.own_code("its model") if own else snapshot.native_code(prepared.config):
                 config, tokenizer, built = prepared.config, prepared.tokenizer, prepared.built
                 loaded: load_generator.LoadedGenerator | load_encoder.LoadedEncoder
                 if snapshot.encodes(options, config):

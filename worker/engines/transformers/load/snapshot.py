@@ -182,13 +182,13 @@ def settle(tokenizer: transformers.PreTrainedTokenizerBase, snapshot: Path) -> N
 
 
 @contextmanager
-def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
+def own_code(what: str) -> Iterator[None]:
     """Context of code from the snapshot (described by `what`). Its errors become StartError: it would fail again the
-    same way. With `runs` false, the block runs no such code."""
+    same way."""
     try:
         yield
     except Exception as error:
-        if not runs or cuda_errors.is_exhausted(error) or cuda_errors.is_sticky(error):
+        if cuda_errors.is_exhausted(error) or cuda_errors.is_sticky(error):
             raise
         raise StartError(
             f"the snapshot's own code ({what}) does not run with transformers {transformers.__version__}:"
@@ -197,13 +197,13 @@ def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
+def native_code(config: Any) -> Iterator[None]:
     """Context of transformers' own model code. Errors that it raises for the config, or for an unsupported cache,
-    become StartError: it would fail again the same way. With `runs` false, the block runs no such code."""
+    become StartError: it would fail again the same way."""
     try:
         yield
     except Exception as error:
-        if not runs or not cuda_errors.is_of_code(error) or not cuda_errors.comes_from(error, "transformers"):
+        if not cuda_errors.is_of_code(error) or not cuda_errors.comes_from(error, "transformers"):
             raise
         raise StartError(
             f"architecture {config.model_type!r} does not run here as config.json describes it:"
