@@ -300,8 +300,7 @@ def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
             " set task = generate"
         )
     if type(config) in transformers.MODEL_MAPPING:
-        mapped: Any = transformers.MODEL_MAPPING[type(config)]
-        return mapped[0] if isinstance(mapped, tuple) else mapped
+        return _mapped(transformers.MODEL_MAPPING, config)
     return _remote_class(options, config, "AutoModel", "that gives hidden states")
 
 
@@ -330,8 +329,7 @@ def _generator_class(options: ModelOptions, config: Any) -> Any:
             f"architecture {kind!r} has no class in transformers {transformers.__version__} that goes from text to"
             " text; an encoder is served with task = embed, anything else not by this engine"
         )
-    cls: Any = mapping[type(config)]
-    cls = cls[0] if isinstance(cls, tuple) else cls
+    cls = _mapped(mapping, config)
     if cls.main_input_name != "input_ids":
         raise StartError(f"architecture {kind!r} reads {cls.main_input_name}, and no text; this engine cannot serve it")
     reads_all = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not crosses
@@ -346,10 +344,13 @@ def _generator_class(options: ModelOptions, config: Any) -> Any:
 def _is_built_from(mapping: Any, config: Any) -> bool:
     """True if `mapping` has a class for this configuration itself. Of some vision models (Qwen3.5, Llama 4) it has the
     class of the text part, which is built from a part of the configuration."""
-    if type(config) not in mapping:
-        return False
-    cls = mapping[type(config)]
-    return isinstance(config, (cls[0] if isinstance(cls, tuple) else cls).config_class)
+    return type(config) in mapping and isinstance(config, _mapped(mapping, config).config_class)
+
+
+def _mapped(mapping: Any, config: Any) -> Any:
+    """The class for a configuration in one of transformers' tables, the first one if there are several."""
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _from_snapshot(options: ModelOptions, reference: str) -> Any:
