@@ -190,6 +190,6 @@ def _bits(options: ModelOptions, config: Any) -> int:
     stated = quantization.quantization_config(config)
     if not stated:
         return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
-    if quantization.family(quantization.named(config)) != "bitsandbytes":
+    if quantization.named(config) != "bitsandbytes":
         return 0
     return 4 if stated.get("load_in_4bit") or stated.get("_load_in_4bit") else 8

@@ -66,7 +66,7 @@ def method(options: ModelOptions, config: Any) -> str:
     elif asked != "auto" and not found.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
         fact = f"quantized with {found}" if found else "not quantized"
         raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
-    if family(found) not in LIBRARIES:
+    if found not in LIBRARIES:
         raise StartError(
             f"the checkpoint is quantized with {found!r}, which this version cannot load; take one that is not"
             f" quantized, or quantized with {', '.join(LIBRARIES)}"
@@ -79,7 +79,7 @@ def method(options: ModelOptions, config: Any) -> str:
             " it takes 4 bits and groups of"
             f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
-    module, command = LIBRARIES[family(found)]
+    module, command = LIBRARIES[found]
     if module and not _is_installed(module):
         raise StartError(f"a checkpoint quantized with {found} needs the library {module}: {command}")
     return found
@@ -92,17 +92,13 @@ def named(config: Any) -> str:
         return ""
     # Older checkpoints of bitsandbytes name no method.
     by_bits = "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else "unknown"
-    return str(settings.get("quant_method") or by_bits)
-
-
-def family(method: str) -> str:
-    """Key of LIBRARIES for a method."""
-    return "bitsandbytes" if method.startswith("bitsandbytes") else method
+    name = str(settings.get("quant_method") or by_bits)
+    return "bitsandbytes" if name.startswith("bitsandbytes") else name
 
 
 def bring_library(method: str) -> None:
     """Import the library of `method` if it needs one, so that it counts as process overhead."""
-    module, _ = LIBRARIES.get(family(method), ("", ""))
+    module, _ = LIBRARIES.get(method, ("", ""))
     if module:
         importlib.import_module(module)
 
@@ -153,7 +149,7 @@ def load(
     """Load the model with transformers. `devices`: by names of modules, "" for the whole model. Raises StartError."""
     device = next(iter(devices.values()))
     found = method(options, config)
-    if family(found) == "bitsandbytes":  # it logs a conversion for each layer in each step
+    if found == "bitsandbytes":  # it logs a conversion for each layer in each step
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings = quantization_config(config)
     source: str | None = options.snapshot
