@@ -11,7 +11,7 @@ the other ranks, and the weights while all ranks load them.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
@@ -432,24 +432,19 @@ def linear_layers(model: Any) -> Mapping[str, tuple[nn.Module, int, int]]:
     too, and routers that are linear layers but return the chosen experts.
     """
     head = model.get_output_embeddings()
-    return {
-        name: (module, *_shape(module))
-        for name, parent, own, module in _linears(model)
-        if module is not head
-        and ".experts." not in name
-        and not hasattr(module, "num_experts")
-        and not uses_weight_directly(type(parent).__module__, own)
-    }
-
-
-def _linears(model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Full name, parent, name in the parent, and layer; of vision-language models those of the text part only."""
     is_multimodal = any(getattr(model.config, name, None) is not None for name in ("vision_config", "audio_config"))
     text = set((model.get_decoder() if is_multimodal else model).modules())
+    found = {}
     for path, parent in model.named_modules():
         for own, module in parent.named_children():
-            if isinstance(module, nn.Linear | Conv1D) and module in text:
-                yield f"{path}.{own}" if path else own, parent, own, module
+            name = f"{path}.{own}" if path else own
+            if not isinstance(module, nn.Linear | Conv1D) or module not in text or module is head:
+                continue
+            if ".experts." in name or hasattr(module, "num_experts"):
+                continue
+            if not uses_weight_directly(type(parent).__module__, own):
+                found[name] = (module, *_shape(module))
+    return found
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
