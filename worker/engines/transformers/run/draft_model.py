@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -238,9 +239,7 @@ class DraftModel:
         Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step. There
         are no drafts before all are read: a trial would measure the drafts of some sequences only.
         """
-        parts: list[_Part] = []
-        tokens: list[int] = []
-        ready: dict[int, Segment] = {}
+        read: list[tuple[_Part, Segment]] = []
         left, is_behind = self._chunk, False
         for segment in batch:
             sequence = segment.sequence
@@ -255,14 +254,14 @@ class DraftModel:
                 continue
             left -= count
             until = state.tokens + count
-            if segment.is_decode:
-                ready[len(parts)] = segment
-                is_behind = is_behind or until < len(sequence.tokens)
-            parts.append(_Part(state.tokens, until, state.table))
-            tokens += sequence.tokens[state.tokens : until]
+            is_behind = is_behind or (segment.is_decode and until < len(sequence.tokens))
+            read.append((_Part(state.tokens, until, state.table), segment))
             self._forget_keys(state, until)
             state.tokens = until
-        return parts, tokens, {} if is_behind else ready
+        read.sort(key=lambda each: each[0].length > 1)  # single tokens attend together if they come first
+        tokens = [token for part, segment in read for token in segment.sequence.tokens[part.start : part.end]]
+        ready = {place: segment for place, (_, segment) in enumerate(read) if segment.is_decode and not is_behind}
+        return [part for part, _ in read], tokens, ready
 
     def _forget_keys(self, state: _DraftState, end: int) -> None:
         """Forget what the blocks contain that are written from the state's end to `end`."""
@@ -272,24 +271,13 @@ class DraftModel:
     def _forward(self, parts: Sequence[_Part], tokens: torch.Tensor, ready: Sequence[int]) -> torch.Tensor:
         """The likeliest next tokens `[ready]` after the parts whose indices are in `ready`."""
         device = self._runner.device
-        # Single tokens attend together if they come first.
-        order = sorted(range(len(parts)), key=lambda place: parts[place].length > 1)
-        begins = [0]
-        for part in parts:
-            begins.append(begins[-1] + part.length)
-        flat = [position for place in order for position in range(begins[place], begins[place + 1])]
-        positions = [position for place in order for position in range(parts[place].start, parts[place].end)]
-        ends, end = {}, 0
-        for place in order:
-            end += parts[place].length
-            ends[place] = end - 1
-        if flat != list(range(len(flat))):
-            tokens = tokens[upload(flat, device)]
+        positions = [position for part in parts for position in range(part.start, part.end)]
+        ends = list(accumulate(part.length for part in parts))
         logits = self._runner.forward(
             tokens.clamp(max=self._vocab_size - 1),
             upload(positions, device),
-            upload([ends[place] for place in ready] or [0], device),
-            PackedBatch.of([parts[place] for place in order], self._runner.pool),
+            upload([ends[place] - 1 for place in ready] or [0], device),
+            PackedBatch.of(parts, self._runner.pool),
         )
         return logits[:, : self._vocab_size].argmax(-1)
 
