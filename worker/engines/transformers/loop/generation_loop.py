@@ -378,7 +378,7 @@ class GenerationLoop:
     def _finish(self, choice: RequestChoice, piece: TextPiece, finish: FinishReason, now: float) -> None:
         self._writer.send(choice, piece, finish, choice.timings(now))
         self._remove(choice)
-        if choice.stream.has_ended:
+        if not choice.stream.choices:
             self._writer.put(choice.stream, None)
 
     def _fail(self, sequence: Sequence, error: RequestError, *, is_corrupt: bool = False) -> None:

@@ -57,10 +57,6 @@ class RequestStream:
         self.choices: list[RequestChoice] = []
         self.counted = 0  # choices that AdmissionLimit still counts
 
-    @property
-    def has_ended(self) -> bool:
-        return not self.choices
-
 
 @dataclass(eq=False)
 class RequestChoice:
