@@ -9,7 +9,7 @@ host. This is safe for three reasons:
 * Step n + 1 contains only sequences that continue unless step n ends them. If step n ended one after all, its result in
   step n + 1 is dropped.
 * The row of an ended sequence is freed only when step n + 1 has finished, because that step still writes to it.
-* Input tokens stay on the device (`InFlightStep.device_tokens`), so nothing depends on values that the host lacks.
+* Input tokens stay on the device (`LaunchedForward.device_tokens`), so nothing depends on values that the host lacks.
 
 A cancelled request therefore leaves the batch after at most two steps instead of one. With a grammar or penalties the
 host must know token n before it can choose token n + 1: only the forward is launched ahead and the token is chosen

@@ -60,7 +60,8 @@ class StepLauncher:
             for chooser in part.choosers
         )
         try:
-            device_tokens = step.device_tokens(batch)
+            (in_front,) = step.forwards
+            device_tokens = in_front.device_tokens(batch)
             forward = (
                 launch_forward(self._runner, parts, device_tokens)
                 if waits
@@ -80,7 +81,8 @@ class StepLauncher:
         """Choose the tokens of `step`, after the step in front has finished. False if it must be computed again."""
         here = [self._active.of(segment.sequence) for segment in step.batch if segment.sequence in self._active]
         try:
-            step.sample(PendingMasks(self._grammars, ((choice, ()) for choice in here)))
+            (forward,) = step.forwards
+            forward.sample(PendingMasks(self._grammars, ((choice, ()) for choice in here)))
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise

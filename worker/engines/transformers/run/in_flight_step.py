@@ -2,7 +2,7 @@
 
 Launching passes all kernels of a step to the device, sampling and the copy to the host included, and waits for nothing.
 Reading the results waits for the copy. In between, the next step can be launched: its input tokens stay on the device
-(`InFlightStep.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
+(`LaunchedForward.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
 the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.sample`).
 
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
@@ -197,16 +197,6 @@ class InFlightStep:
     @property
     def is_sampled(self) -> bool:
         return all(forward.is_sampled for forward in self.forwards)
-
-    def sample(self, pending_masks: PendingMasks) -> None:
-        """See `LaunchedForward.sample`. The step has one forward."""
-        (forward,) = self.forwards
-        forward.sample(pending_masks)
-
-    def device_tokens(self, batch: Batch) -> torch.Tensor:
-        """See `LaunchedForward.device_tokens`. The step has one forward."""
-        (forward,) = self.forwards
-        return forward.device_tokens(batch)
 
     def results(self) -> list[SegmentResult]:
         """Wait for the device, and return the result of each segment that could be launched."""
