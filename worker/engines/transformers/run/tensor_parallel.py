@@ -37,7 +37,7 @@ from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
-from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule import sequence as schedule
 from worker.engines.transformers.schedule.kv_cache import BlockRun, BlockTable, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -70,14 +70,6 @@ class FollowerSegment(NamedTuple):
         return BlockTable(runs=[BlockRun(*run) for run in self.runs])
 
 
-class FollowerStep(NamedTuple):
-    """All that a follower needs for a step."""
-
-    updates: BlockUpdates
-    lora: LoraStep
-    segments: Sequence[FollowerSegment]
-
-
 class FollowerRow(NamedTuple):
     """A segment of a model without blocks. Its runner is the leader's, so it needs what a scheduler's segment has."""
 
@@ -106,12 +98,12 @@ class FollowerRow(NamedTuple):
 
 
 class FollowerCall(NamedTuple):
-    """A call of an aligned runner's method."""
+    """A call of a method of the follower's runner."""
 
-    method: Literal["run", "fork", "forget"]
-    arguments: tuple[int, ...] = ()
+    method: Literal["apply_updates", "compute", "run", "fork", "forget"]
+    arguments: tuple[Any, ...] = ()
     batch: Sequence[FollowerRow] = ()  # of `run`
-    lora: LoraStep = LoraStep()  # the adapters to load before
+    lora: LoraStep = LoraStep()  # of `run`: the adapters to load before
 
 
 class Leader:
@@ -175,7 +167,10 @@ class PagedLeader(PagedRunner):
         """See `Runner.run` and `Leader.step`. Raises UnusableAdapter before any rank has begun the step."""
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
         lora = self.plan_adapters(batch)
-        self.leader.send(FollowerStep(self.prepare_blocks(batch), lora, [self._for_followers(part) for part in batch]))
+        updates = self.prepare_blocks(batch)
+        if any(updates):
+            self.leader.send(FollowerCall("apply_updates", (updates,)))
+        self.leader.send(FollowerCall("compute", ([self._for_followers(part) for part in batch], lora)))
         with self.leader.step():
             return self.compute(batch, lora)
 
@@ -348,19 +343,13 @@ def follow(options: Serve, link: LeaderLink) -> None:
 
 
 @torch.inference_mode()
-def _compute(runner: PagedRunner | AlignedRunner, step: FollowerStep | FollowerCall) -> None:
-    if isinstance(runner, PagedRunner):
-        assert isinstance(step, FollowerStep)
-        runner.apply_updates(step.updates)
-        runner.compute(step.segments, step.lora)
-        return
-    assert isinstance(step, FollowerCall)
-    if step.method == "run":
+def _compute(runner: PagedRunner | AlignedRunner, call: FollowerCall) -> None:
+    if call.method == "run":
         if runner.adapters is not None:
-            runner.adapters.apply(step.lora)
-        runner.run(tuple(row.segment(runner.adapters) for row in step.batch))
+            runner.adapters.apply(call.lora)
+        runner.run(tuple(row.segment(runner.adapters) for row in call.batch))
     else:
-        getattr(runner, step.method)(*step.arguments)
+        getattr(runner, call.method)(*call.arguments)
 
 
 def _report_memory(link: LeaderLink, device: torch.device) -> None:
