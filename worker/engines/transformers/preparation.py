@@ -146,24 +146,23 @@ class PrebuiltModels:
         if built is not None:
             cpu_linear.read_sources(built.model)
         self._models[_key(options)] = PreparedModel(config, tokenizer, built), stamp
-        self._enforce_limits(collect=False)
+        self._enforce_limits()
 
     def drop_stale(self) -> None:
         """Drop models whose files were deleted or replaced: mapped files would keep their space on the disk."""
         stale = [key for key, (_, stamp) in self._models.items() if stamp != _stamp(key[0])]
         for key in stale:
             del self._models[key]
-        self._enforce_limits(collect=bool(stale))
+        if stale:
+            gc.collect()
+        self._enforce_limits()
 
-    def _enforce_limits(self, *, collect: bool) -> None:
+    def _enforce_limits(self) -> None:
         while self._models and (
             len(self._models) > MAX_MODELS or (_private_bytes() - self._bytes_before > MAX_PREBUILT_BYTES)
         ):
             del self._models[next(iter(self._models))]
-            collect = True
             gc.collect()  # modules have reference cycles: without this the next reading shows no difference
-        if collect:
-            gc.collect()
 
 
 def _key(options: ModelOptions) -> tuple[Any, ...]:
