@@ -49,11 +49,6 @@ class _DecoderPart:
     def wanted(self) -> int:
         return min(self.segment.logits, len(self.tokens))
 
-    @property
-    def encodes(self) -> bool:
-        """True if the encoder has not read the prompt yet."""
-        return self.start == 0
-
 
 class AlignedRunner:
     """Runs a model by its own forward. Raises UnsupportedCache for one that does not use transformers' cache."""
@@ -94,6 +89,7 @@ class AlignedRunner:
         self._cache = AlignedCache(
             shapes, buffer_rows=rows, width=ctx_size, devices=layer_devices or [device] * len(shapes), kv_dtype=kv_dtype
         )
+        self.mixes_lengths = self._forward.mixes_lengths  # until the self-check finds that it does not
         # True if the model can continue a state with several tokens at once. The self-check finds out. Code that cannot
         # (Mamba's begins anew) gets the first chunk of a prompt as a whole, and each token after it alone.
         self.continues_states = True
@@ -120,15 +116,6 @@ class AlignedRunner:
     def shorten(self) -> None:
         """See `AlignedCache.shorten`."""
         self._cache.shorten()
-
-    @property
-    def mixes_lengths(self) -> bool:
-        """True if rows of different lengths may share a forward."""
-        return self._forward.mixes_lengths
-
-    @mixes_lengths.setter
-    def mixes_lengths(self, mixes_lengths: bool) -> None:
-        self._forward.mixes_lengths = mixes_lengths
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -258,7 +245,7 @@ class AlignedRunner:
         groups: dict[tuple[int, int], dict[int, _DecoderPart]] = {}
         # Without positions or a relative mask, all rows of a forward must have the same length.
         for index, part in parts.items():
-            start = 0 if self._forward.mixes_lengths else part.start
+            start = 0 if self.mixes_lengths else part.start
             groups.setdefault((start, len(part.tokens)), {})[index] = part
         return list(groups.values())
 
@@ -290,13 +277,12 @@ class AlignedRunner:
             if device_tokens is not None
             else None,
         )
-        self._done(plan.buffer_rows, [part for _, part in order])
+        self._cache.done(plan.buffer_rows, [part.end for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
 
     def _prefill(self, part: _DecoderPart) -> torch.Tensor:
         """Compute the tokens of one row; logits `[wanted, vocab]`."""
         buffer_row = self._alignment.buffer_row(part.row)
-        whole = part.tokens
         if not self.continues_states and self._cache.has_states:
             known = part.start > 0 and self._cache.has_states_at(buffer_row, part.start)
             first = min(len(part.segment.sequence.tokens), self._chunk)
@@ -311,7 +297,7 @@ class AlignedRunner:
             # The states are gone (preemption, or a row that begins): compute from the first token.
             part = _DecoderPart(part.segment, 0, tokens)
             return self._forward_pieces(part, [tokens[:first], *([token] for token in tokens[first:])])
-        return self._forward_pieces(part, [whole])
+        return self._forward_pieces(part, [part.tokens])
 
     def _forward_pieces(self, part: _DecoderPart, pieces: Iterable[list[int]]) -> torch.Tensor:
         """Compute `part` in one forward for each of `pieces`; logits `[wanted, vocab]`."""
@@ -319,12 +305,12 @@ class AlignedRunner:
         buffer_row, begin = self._alignment.buffer_row(part.row), self._alignment.begin(part.row)
         buffer_rows = slice(buffer_row, buffer_row + 1)
         self._select_adapters([part])
-        encoded = self._encode(part) if self._forward.is_encoder_decoder and part.encodes else None
-        cross_columns = (
-            []
-            if encoded is not None or not self._forward.is_encoder_decoder
-            else [self._cache.cross_columns(buffer_row)]
-        )
+        encoded, cross_columns = None, list[int]()
+        if self._forward.is_encoder_decoder and part.start == 0:  # the encoder has not read the prompt yet
+            sequence = part.segment.sequence
+            encoded = self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
+        elif self._forward.is_encoder_decoder:
+            cross_columns.append(self._cache.cross_columns(buffer_row))
         self._cache.prepare(buffer_rows, [part.start])
         found: list[torch.Tensor] = []
         start = part.start
@@ -350,17 +336,13 @@ class AlignedRunner:
             start = end
         if encoded is not None:
             self._cache.set_cross_columns(buffer_row, encoded.shape[1])
-        self._done(buffer_rows, [part])
+        self._cache.done(buffer_rows, [part.end])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
 
     def _select_adapters(self, parts: Sequence[_DecoderPart]) -> None:
         """Select the adapters of the next forwards, which are of these rows."""
         if self.adapters is not None:
             self.adapters.begin([(part.segment.sequence.adapter, len(part.tokens)) for part in parts])
-
-    def _encode(self, part: _DecoderPart) -> torch.Tensor:
-        sequence = part.segment.sequence
-        return self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
 
     def _embed_images(self, part: _DecoderPart, piece: list[int], start: int) -> PromptEmbeddings | None:
         """Embeddings to compute in place of tokens, if some of these stand for images."""
@@ -370,9 +352,6 @@ class AlignedRunner:
         assert self._tower is not None, "a prompt has images, but the model has no vision tower"
         self._images_by_row[part.row] = prompt_images
         return self._tower.embed_prompt(piece, start, prompt_images)
-
-    def _done(self, buffer_rows: slice, parts: Sequence[_DecoderPart]) -> None:
-        self._cache.done(buffer_rows, [part.end for part in parts])
 
     def _probe(self, cache: Cache) -> None:
         """Two tokens of one row, to see what the model stores."""
