@@ -133,7 +133,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
         assert facts.aligned == (architectures.backend(config) == "aligned")
         model = loader.load_model(options, config, None, lambda event: None).model
         asked = Estimate(snapshot=str(folder), parallel=3)
-        cache = meta_model.make_runner(model, config, asked, 100)[0].bytes
+        cache = meta_model.make_runner(model, config, asked, 100)[0].bytes_on(torch.device("cpu"))
         estimated = most_context(facts, preset, 100, on_host=True)
         # of states it knows the outer sizes, and not every model's convolution
         assert estimated == cache if not facts.state_layers else cache <= estimated <= 1.1 * cache

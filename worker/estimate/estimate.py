@@ -254,7 +254,7 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype, ra
         arranging = quantized.pretend(options, config, model)
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0, share=share)
         kernels, reordering = cpu_linear.onednn_bytes(model) if reorders else (0, 0)
-        context = runner.bytes
+        context = runner.bytes_on(CPU)
         meta_model.shorten(model)
         if isinstance(runner, AlignedRunner):
             runner.shorten()

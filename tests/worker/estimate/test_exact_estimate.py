@@ -133,7 +133,7 @@ def measured(chosen: Estimate) -> tuple[int, int, int]:
         steps = largest_steps.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     runner, capacity = meta_model.make_runner(loaded.model, config, chosen, ctx_size)
-    return weights, runner.bytes, largest(GenerationSteps(runner, capacity, chosen, ctx_size).largest())
+    return weights, runner.bytes_on(CPU), largest(GenerationSteps(runner, capacity, chosen, ctx_size).largest())
 
 
 def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
@@ -193,7 +193,7 @@ def untraced(chosen: Estimate) -> tuple[int, int]:
     with meta_model.no_memory():
         model = meta_model.build(model_class(chosen, config, embeds), config, torch.float32, embeds=embeds)
         weights = meta_model.weight_bytes(chosen, config, model, torch.float32)[CPU]
-        return weights, 0 if embeds else meta_model.make_runner(model, config, chosen, chosen.ctx_size)[0].bytes
+        return weights, 0 if embeds else meta_model.make_runner(model, config, chosen, chosen.ctx_size)[0].bytes_on(CPU)
 
 
 @pytest.mark.parametrize(("family", "rows", "chunk"), [("mamba", 1, 72), ("jamba", 3, 80)])

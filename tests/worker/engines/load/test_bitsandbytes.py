@@ -88,7 +88,7 @@ def test_a_quantized_model_takes_the_estimated_bytes(tmp_path: Path, method: str
     assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.05 * weights
     runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
     peak = max(allocated(step) for step in GenerationSteps(runner, capacity, chosen, 128).largest())
-    total = weights + runner.bytes + peak
+    total = weights + runner.bytes_on(torch.device("cpu")) + peak
     assert total <= traced.weights + traced.context + traced.compute <= 1.2 * total
     assert peak <= compute_bytes(facts, preset, 128, on_host=True)
     assert held_bytes(loaded.model) == weights, "no request has anything quantized anew"

@@ -221,7 +221,7 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
         device=torch.device("cpu"),
     )
     # keys and values of 3 layers, 2 heads of 16, 2 bytes each: 40 tokens take three blocks of each of 5 rows
-    assert pool.bytes == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
+    assert pool.bytes_on(torch.device("cpu")) == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
     llama = transformers.LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     published = 128 << 10  # Llama 3 8B in bfloat16: of a token
     answers = architectures.CacheShape.of(llama)

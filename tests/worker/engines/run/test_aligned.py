@@ -148,7 +148,7 @@ def test_nothing_grows_and_the_bytes_are_those_that_were_promised(family: str, t
     _, runner = made(family, tmp_path)
     buffers = [*runner._cache._all(), *runner._cache._scratch.values()]
     places = [each.data_ptr() for each in buffers]
-    assert runner.bytes == sum(each.untyped_storage().nbytes() for each in buffers)
+    assert runner.bytes_on(torch.device("cpu")) == sum(each.untyped_storage().nbytes() for each in buffers)
     said(runner, 0, sequence(0, prompt(30)), 20)
     said(runner, 1, sequence(1, prompt(60)), 3)
     assert [each.data_ptr() for each in (*runner._cache._all(), *runner._cache._scratch.values())] == places

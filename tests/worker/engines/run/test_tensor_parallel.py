@@ -143,7 +143,7 @@ async def test_ranks_without_blocks_fork_cancel_and_preempt_rows_together(
             runner = work._backend.runner
             assert isinstance(runner, AlignedRunner)
             rank = estimate.trace(estimated, load_config(estimated), 2)
-            assert runner.bytes == rank.context
+            assert runner.bytes_on(torch.device("cpu")) == rank.context
             assert sum(each.nbytes for each in (*runner._model.parameters(), *runner._model.buffers())) == rank.weights
 
 

@@ -46,10 +46,6 @@ class KvPool:
     def device(self) -> torch.device:
         return self._store.device
 
-    @property
-    def bytes(self) -> int:
-        return self._store.nbytes
-
     def bytes_on(self, device: torch.device) -> int:
         return self._store.nbytes if self._store.device == device else 0
 

@@ -314,10 +314,6 @@ class SplitKvPools:
             (place, layer - split.starts[place]) for layer, place in enumerate(split.device_indices)
         )
 
-    @property
-    def bytes(self) -> int:
-        return sum(pool.bytes for pool in self.pools)
-
     def bytes_on(self, device: torch.device) -> int:
         return sum(pool.bytes_on(device) for pool in self.pools)
 

@@ -105,10 +105,6 @@ class AlignedRunner:
         size: int = self._forward.config.get_text_config(decoder=True).hidden_size
         return size
 
-    @property
-    def bytes(self) -> int:
-        return self._cache.bytes
-
     def bytes_on(self, device: torch.device) -> int:
         """Bytes of the cache on one device."""
         return self._cache.bytes_on(device)

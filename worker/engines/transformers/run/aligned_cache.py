@@ -205,10 +205,6 @@ class AlignedCache:
         # For each device, room for one row of one buffer: a move within a buffer row may overlap itself.
         self._scratch = {device: claim(size, dtype=torch.uint8, device=device) for device, size in largest.items()}
 
-    @property
-    def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._all(), *self._scratch.values()))
-
     def bytes_on(self, device: torch.device) -> int:
         return sum(buffer.nbytes for buffer in (*self._all(), *self._scratch.values()) if buffer.device == device)
 
@@ -218,7 +214,7 @@ class AlignedCache:
 
     def shorten(self) -> None:
         """For an estimate: carry out moves on one buffer of each kind from now on. Moves take no memory beside the
-        scratch buffer, but 0.1 ms of CPU time for each buffer of fake tensors. `bytes` counts these buffers only."""
+        scratch buffer, but 0.1 ms of CPU time for each buffer of fake tensors. `bytes_on` counts these buffers only."""
         for buffers in (self._key_value_buffers, self._cross_buffers, self._states):
             del buffers[1:]
 

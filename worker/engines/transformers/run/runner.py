@@ -103,13 +103,8 @@ class PagedRunner:
             for pool in (self._cache,) if isinstance(self._cache, KvPool) else self._cache.pools:
                 paged_kernel.try_out(pool, group * pool.kv_heads)  # a tensor-parallel rank has a part of the heads
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the cache. It is allocated at load and does not grow."""
-        return self._cache.bytes
-
     def bytes_on(self, device: torch.device) -> int:
-        """Bytes of the cache on one device."""
+        """Bytes of the cache on one device. It is allocated at load and does not grow."""
         return self._cache.bytes_on(device)
 
     def fork(self, source: int, target: int) -> None:
