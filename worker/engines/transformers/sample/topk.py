@@ -87,8 +87,8 @@ class _Candidates:
 def _candidates(scores: torch.Tensor, least: torch.Tensor) -> _Candidates | None:
     """The finite scores of `scores` `[rows, vocab]` not below `least` `[rows]`. None if they are not few."""
     rows, vocab = scores.shape
-    lying = scores.numpy()
-    stays = lying >= np.maximum(least.numpy(), np.finfo(np.float32).min)[:, None]
+    values = scores.numpy()
+    stays = values >= np.maximum(least.numpy(), np.finfo(np.float32).min)[:, None]
     if not 0 < np.count_nonzero(stays) * _FEW <= stays.size:
         return None
     where = np.flatnonzero(stays)
@@ -100,7 +100,7 @@ def _candidates(scores: torch.Tensor, least: torch.Tensor) -> _Candidates | None
     row = np.repeat(np.arange(rows), counts)
     place = np.arange(len(where)) - begins[row]
     found = np.full((rows, most), -np.inf, dtype=np.float32)
-    found[row, place] = lying.reshape(-1)[where]
+    found[row, place] = values.reshape(-1)[where]
     tokens = np.zeros((rows, most), dtype=np.int64)
     tokens[row, place] = where - row * vocab
     return _Candidates(torch.from_numpy(found), torch.from_numpy(tokens))

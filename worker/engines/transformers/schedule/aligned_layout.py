@@ -168,7 +168,7 @@ class AlignedLayout:
         return [buffer_row for buffer_row in range(self._buffer_rows) if buffer_row not in taken]
 
     def check_integrity(self) -> None:
-        """Assert that no two rows share a buffer row. For tests, and when idle."""
+        """Assert that no two rows share a buffer row. For tests."""
         buffer_rows = [placement.buffer_row for placement in self._placements.values()]
         assert len(set(buffer_rows)) == len(buffer_rows), "a buffer row is used twice"
         assert all(0 <= buffer_row < self._buffer_rows for buffer_row in buffer_rows), "a buffer row does not exist"

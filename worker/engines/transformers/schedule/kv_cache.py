@@ -167,7 +167,7 @@ class RowAllocator:
         return None
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a row or block is lost or used twice. For tests, and when idle."""
+        """Raise AssertionError if a row or block is lost or used twice. For tests."""
         assert sorted([*self._free_rows, *self._owners]) == list(range(self.rows)), "a row was lost or used twice"
         assert len(set(self._owners.values())) == len(self._owners), "a sequence holds two rows"
 
@@ -195,7 +195,7 @@ class BlockAllocator(RowAllocator):
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._empty = FreeRuns(count)
         self._region_size = region_blocks(rows, count)
-        # In a small pool, SHORT_RUN is a whole region, and what a cached prompt leaves of its region would never do.
+        # In a small pool, SHORT_RUN is a whole region: what a cached prompt leaves of one would always be too short.
         self._short_run = max(1, min(SHORT_RUN, self._region_size // 4))
         self._suspect: set[int] = set()  # blocks that may contain NaN
         self._corrupt: list[int] = []  # those of them that became empty and must be overwritten

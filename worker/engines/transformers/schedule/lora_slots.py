@@ -99,7 +99,7 @@ class LoraSlots:
         self._unregistered.discard(number)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot was lost or lent twice. For tests, and when idle."""
+        """Raises AssertionError if a slot was lost or lent twice. For tests."""
         lent = [slot for slot, _ in self._slots.values()]
         assert sorted([*self._free, *lent]) == list(range(self.count)), "a slot was lost or lent twice"
         assert self._users.keys() <= self._slots.keys(), "an adapter in use has no slot"

@@ -372,7 +372,7 @@ class Scheduler:
         ]
 
     def check_integrity(self) -> None:
-        """Assert that rows belong to exactly the running sequences. For tests, and when idle."""
+        """Assert that rows belong to exactly the running sequences. For tests."""
         self._capacity.check_integrity()
         if self._slots is not None:
             self._slots.check_integrity()
