@@ -73,18 +73,18 @@ def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
         )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_no_row_is_silent(row: Row) -> None:
-    assert row.heading in (*GIVERS, REQUEST_MEMBERS)
-    assert row.given
-    assert row.verdict in VERDICTS
-    if row.verdict in ("no effect", "refused"):
-        assert row.messages
-    elif row.effect.startswith(NO_CHANGE):
-        others = [other for other in ROWS if (other.page, other.option) == (row.page, row.option)]
-        assert any(other.messages or other.settings for other in others), "no row shows what another value does"
-    else:
-        assert row.settings
+def test_no_row_is_silent() -> None:
+    for row in ROWS:
+        assert row.heading in (*GIVERS, REQUEST_MEMBERS), row
+        assert row.given, row
+        assert row.verdict in VERDICTS, row
+        if row.verdict in ("no effect", "refused"):
+            assert row.messages, row
+        elif row.effect.startswith(NO_CHANGE):
+            others = [other for other in ROWS if (other.page, other.option) == (row.page, row.option)]
+            assert any(other.messages or other.settings for other in others), f"{row}: no row shows another value"
+        else:
+            assert row.settings, row
 
 
 def test_no_row_stands_in_a_page_twice() -> None:
