@@ -1,6 +1,7 @@
 """The OpenAPI document is valid, complete and generated from the tables that requests are served by."""
 
 from collections.abc import Iterator
+from inspect import iscoroutinefunction
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -8,10 +9,12 @@ import pytest
 
 from router.api.openapi import document, statuses
 from router.errors import ApiError
+from router.http import app
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
-from worker.protocol.routes import ROUTES, offered, query
+from worker.protocol.routes import ROUTES, Route, offered, query
+from worker.server import server
 
 DOCUMENT = document()
 
@@ -123,3 +126,24 @@ def test_fields_that_a_counting_route_does_not_read_accept_any_value() -> None:
         fields = DOCUMENT["components"]["schemas"][name]["properties"]
         assert fields["min_p"] == {}
         assert fields["chat_template_kwargs"] != {}
+
+
+# The route table.
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_every_handler_resolves_to_a_coroutine_function(route: Route) -> None:
+    function = server.function_of(route) if route.worker else app.function_of(route)
+    assert iscoroutinefunction(function)
+
+
+def test_a_method_and_a_path_are_declared_once() -> None:
+    keys = [(route.method, route.path) for route in ROUTES]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_path_with_the_name_of_a_model_reaches_the_worker_at_a_path_without_it() -> None:
+    for route in ROUTES:
+        if route.worker:
+            assert bool(route.upstream) == ("{" in route.path)
+            assert "{" not in route.upstream

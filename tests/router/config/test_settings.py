@@ -2,12 +2,15 @@
 
 import contextlib
 import hashlib
+import pwd
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.config import xdg
 from router.config.api_keys import ApiKey, configured_keys, parse_keys
 from router.config.settings import OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
@@ -255,3 +258,15 @@ def test_variables_that_give_one_key_other_values_by_equal_texts_cause_a_warning
     assert [str(each) for each in loaded.warnings] == [
         "LLAMA_ARG_RERANKING: has no effect beside LLAMA_ARG_EMBEDDINGS; remove one of the two"
     ]
+
+
+def test_the_message_for_a_user_without_a_home_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> pwd.struct_passwd:
+        raise KeyError(user)  # as in a container whose user is a bare number
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"this user has no home, and HOME is not set; give a --state-dir"):
+        xdg.state("")
+    assert xdg.state("/somewhere") == Path("/somewhere")
