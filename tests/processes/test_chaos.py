@@ -17,18 +17,17 @@ def chaos() -> Any:
 
 @pytest.mark.slow
 def test_kills_in_the_middle_of_swaps_leave_nothing_over_and_the_next_request_works(chaos: Any) -> None:
-    """Ten swaps, every other one disturbed. Who is hit is fixed here, when is not; scripts/chaos does 200."""
+    """Six swaps, every other one disturbed. The processes that are killed are fixed here, the moments are not;
+    scripts/chaos does 200, and also kills guards and deletes sockets (here: test_guard, test_router_life)."""
     found = chaos.Found()
     pick = random.Random(random.randrange(1 << 30))
     with chaos.house() as house:
         house.logs("is warm")
         last = "one"
         assert chaos.ask(house.port, last).whole
-        for kind in ("worker", "guard", "files", "fork-server", "router"):
+        for kind in ("worker", "fork-server", "router"):
             last = chaos.round_(house, pick, found, kind, last, 0.4)
-        assert {kind: found.kills[kind] for kind in ("fork-server", "router", "guard", "files")} == dict.fromkeys(
-            ("fork-server", "router", "guard", "files"), 1
-        )
+        assert [found.kills[kind] for kind in ("fork-server", "router")] == [1, 1]
         chaos.unload(house.port, last)
         house.settle(workers=0)
 
