@@ -446,8 +446,9 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("size", [10, 3_000_000])
-@pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
+@pytest.mark.parametrize(
+    ("how", "size"), [("closes", 10), ("resets", 10), ("half-closes", 10), ("half-closes", 3_000_000)]
+)
 @pytest.mark.parametrize("phase", ["loading", "before the head", "streaming"])
 async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase: str, how: str, size: int) -> None:
     async with world(tmp_path, wait_for_the_end, load_seconds=0.5 if phase == "loading" else 0.0) as up:
