@@ -212,7 +212,8 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
 
     A preset that changes config.json is estimated by the worker program, which has the classes of configurations, and
     its errors are messages, too. So is a model whose architecture is not in the table of tested ones, and it has a
-    message if the engine cannot serve it. Other models without an estimate are left out.
+    message if the engine cannot serve it. Why another model has no estimate, such as devices among which it cannot be
+    divided, is a warning.
     """
     found: dict[str, str] = {}
     warnings: list[str] = []
@@ -226,7 +227,9 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
         except RouterError as error:
             if changes_config or (isinstance(error, WorkerProgramError) and error.exit == Exit.UNUSABLE):
                 found[preset.id] = str(error)
-            continue  # its first load and `router estimate` report the error
+            else:  # no fault: presets may be checked on another machine
+                warnings.append(str(error))
+            continue
         warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
         if not answer.fits:
             lines = [device_line(device, answer.estimate) for device in answer.devices if not device.fits]

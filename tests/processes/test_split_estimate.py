@@ -97,3 +97,10 @@ def test_check_memory_reports_keys_of_placement_without_effect(library: Path, tm
     text = asked(library, tmp_path, [LARGE, LARGE], str(presets), "--memory", verb="check", num_key_value_heads=5)
     assert "warning: m: required-memory names cuda:7, and there is no such device here, only " in text
     assert "warning: m: tensor-parallel = max is not possible, so its layers are split over 2 accelerators: " in text
+
+
+def test_check_memory_reports_keys_that_the_load_would_refuse(library: Path, tmp_path: Path) -> None:
+    presets = tmp_path / "models.ini"
+    presets.write_text(f"[m]\nmodel = {tmp_path / 'model'}\nn-gpu-layers = 8\n")
+    text = asked(library, tmp_path, [LARGE], str(presets), "--memory", verb="check")
+    assert "warning: m: n-gpu-layers = 8 leaves 32 of 40 layers in host memory, which " in text
