@@ -156,6 +156,9 @@ def test_a_family_that_lacks_a_kind_of_scaling_refuses_it_by_name(tmp_path: Path
         ({"rope_scalling": {}}, 'LlamaConfig has no member "rope_scalling"; did you mean "rope_scaling"?'),
         ({"foo": 1}, 'LlamaConfig has no member "foo"'),
         ({"num_hidden_layer": 1}, 'did you mean "num_hidden_layers"?'),
+        ({"rope_parameters": {"rope_thetta": 5.0}}, 'rope_parameters has no "rope_thetta"; did you mean "rope_theta"?'),
+        ({"rope_scaling": {"type": "lineer", "factor": 2.0}}, 'rope_scaling has no "lineer"; did you mean "linear"?'),
+        ({"rope_parameters": {"full_attention": {"foo": 1}}}, 'rope_parameters.full_attention has no "foo"'),
     ],
 )
 def test_an_override_of_an_unknown_member_names_the_nearest(

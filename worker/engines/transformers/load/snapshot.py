@@ -7,6 +7,7 @@ the way out.
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,23 @@ def _check_members(config: Any, override: Mapping[str, Any], stored: Any, path: 
             raise StartError(f'config-override: {type(config).__name__} has no member "{path}{name}"{hint}', Exit.USAGE)
         if isinstance(value, dict) and isinstance(inner, transformers.PreTrainedConfig):
             _check_members(inner, value, stored.get(name) if isinstance(stored, dict) else None, f"{path}{name}.")
+        elif isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
+            _check_rope(value, json.dumps(stored), f"{path}{name}")
+
+
+def _check_rope(rope: Mapping[str, Any], stored: str, path: str) -> None:
+    """Raise StartError for a member or a kind of scaling that neither transformers' module of RoPE nor config.json
+    mentions. transformers only warns, or fails when it builds the model."""
+    source = Path(transformers.__file__).with_name("modeling_rope_utils.py").read_text("utf-8")
+    known = set(re.findall(r"\w+", source + stored))
+    for name, value in rope.items():
+        if isinstance(value, dict):  # of one kind of layers
+            _check_rope(value, stored, f"{path}.{name}")
+        for word in (name, value) if name in ("rope_type", "type") else (name,):
+            if word not in known:
+                near = difflib.get_close_matches(str(word), sorted(known), n=1)
+                hint = f'; did you mean "{near[0]}"?' if near else ""
+                raise StartError(f'config-override: {path} has no "{word}"{hint}', Exit.USAGE)
 
 
 def _apply_rope(config: Any, keys: Mapping[str, Any]) -> None:
