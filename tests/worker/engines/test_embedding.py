@@ -74,6 +74,16 @@ async def test_a_text_model_embeds_with_task_embed(tmp_path: Path) -> None:
     assert vector == pytest.approx(unit(hidden(folder, TOKENS[0]).mean(0)), abs=1e-5)
 
 
+def test_an_architecture_without_hidden_states_is_refused(tmp_path: Path) -> None:
+    config = transformers.DPRConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    transformers.DPRQuestionEncoder(config).save_pretrained(tmp_path)
+    tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="'dpr' cannot be served"):
+        load(tmp_path)
+
+
 async def test_invalid_texts_are_rejected(engine: TransformersEngine) -> None:
     with pytest.raises(ContextExceeded):
         await engine.embed([PROMPTS[0], EncoderInput((5,) * 257)])

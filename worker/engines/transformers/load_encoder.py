@@ -93,7 +93,9 @@ def warm_up(encoder: Encoder, *, kind: str, ctx_size: int, vocab_size: int) -> N
     short = EncoderInput(long.tokens[: max(1, len(long.tokens) // 2)])
     try:
         [alone], (batched, _) = encoder.run([short]), encoder.run([short, long])
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
+        if not cuda_errors.is_of_code(error):
+            raise
         raise StartError(f"architecture {kind!r} cannot be served: {cuda_errors.one_line(error)}") from error
     if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
         raise StartError(
