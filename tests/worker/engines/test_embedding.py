@@ -74,6 +74,18 @@ async def test_a_text_model_embeds_with_task_embed(tmp_path: Path) -> None:
     assert vector == pytest.approx(unit(hidden(folder, TOKENS[0]).mean(0)), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["T5EncoderModel", "T5ForConditionalGeneration"])
+async def test_t5_embeds_with_its_encoder_whether_the_decoder_is_there_or_not(name: str, tmp_path: Path) -> None:
+    folder = tiny.make("t5", tmp_path)
+    getattr(transformers, name).from_pretrained(folder).save_pretrained(folder)
+    async with serving(load(folder, task="embed")) as engine:
+        (vector,) = await engine.embed(PROMPTS[:1])
+    model = transformers.T5EncoderModel.from_pretrained(folder)
+    with torch.inference_mode():
+        states = model(torch.tensor([TOKENS[0]])).last_hidden_state[0]
+    assert vector == pytest.approx(unit(states.mean(0)), abs=1e-5)
+
+
 def test_an_architecture_without_hidden_states_is_refused(tmp_path: Path) -> None:
     config = transformers.DPRConfig(
         vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64

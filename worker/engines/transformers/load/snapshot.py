@@ -312,6 +312,9 @@ def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
         return _remote_class(options, config, "AutoModelForSequenceClassification", "that scores pairs")
     if not embeds:
         return _generator_class(options, config)
+    encoder: Any = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
+    if encoder is not None and encoder.__name__.endswith("EncoderModel"):
+        return encoder  # T5 and its relatives without their decoder, as sentence-transformers loads them
     if getattr(config, "is_encoder_decoder", False):
         raise StartError(
             f"architecture {config.model_type!r} has an encoder and a decoder, and embedding needs only one;"
