@@ -267,7 +267,7 @@ async def ask_at_once(up: Router, name: str, *lengths: int, max_tokens: int) -> 
 async def test_models_in_bfloat16_are_charged_what_they_take(tmp_path: Path) -> None:
     async with router("--models-preset", str(write_presets_in_bfloat16(tmp_path)), "--fork-server") as up:
         fork_server = await fork_server_of(up)
-        for name in ("embedder", "small", "large", "drafting", "small"):
+        for name in ("embedder", "small", "large", "drafting"):
             assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
             await up.becomes(name, "loaded")
             await is_charged_what_it_takes(up, name)
@@ -276,7 +276,7 @@ async def test_models_in_bfloat16_are_charged_what_they_take(tmp_path: Path) -> 
                     await ask_others(up, name)
                 else:
                     await ask_at_once(up, name, *[120] * 6, max_tokens=100)
-                    for first in range(1, 7):  # attention needs code for each length, of prompts and of decode steps
+                    for first in (1, 4):  # attention needs code for each length, of prompts and of decode steps
                         await ask_at_once(up, name, *range(first, 150, 6), max_tokens=1)
                     await ask_at_once(up, name, 1, 3, max_tokens=40)
                 await is_charged_what_it_takes(up, name)
