@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from tests.worker import serving as worlds
+from tests.worker.clients import openai_client
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from tests.worker.serving import TOKEN, Serving, chat, chunks, serving
 from worker.errors import ContextExceeded, UnsupportedField
@@ -295,3 +297,13 @@ async def test_a_router_may_stop_reading_without_a_time_limit(tmp_path: Path) ->
             if line == b"data: [DONE]\n":
                 break
         assert line
+
+
+async def test_a_failed_stream_raises_an_error_of_openais_client() -> None:
+    text = ""
+    async with serving() as world, openai_client(world) as client:
+        stream = await client.completions.create(model="m", prompt="fail-later", stream=True)
+        with pytest.raises(openai.APIError, match="logits"):  # noqa: PT012 - the text before the error counts
+            async for chunk in stream:
+                text += chunk.choices[0].text
+        assert text == "0 G"
