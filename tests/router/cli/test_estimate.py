@@ -2,7 +2,6 @@
 
 import json
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from router.store.catalogue import find_preset
 from router.store.snapshots import Snapshots
 from tests import tiny
 from tests.children import Child
+from tests.processes.hubs import Hub
 from tests.sparse import write_weights
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
@@ -68,26 +68,13 @@ def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]
     return code, json.loads(said.out)
 
 
-class FakeHub:
-    def __init__(self, url: str, root: Path):
-        self.url, self.root = url, root
-
-    def journal(self) -> list[str]:
-        with urllib.request.urlopen(f"{self.url}/_journal") as answer:
-            return list(answer.read().decode().splitlines())
-
-    def fails(self, **faults: Any) -> None:
-        body = json.dumps(faults).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/_faults", body, method="PUT")).close()
-
-
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     root = tmp_path_factory.mktemp("hub")
     with Child([sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root)]) as child:
-        url = child.line()
-        assert url is not None
-        yield FakeHub(url, root)
+        address = child.line()
+        assert address is not None
+        yield Hub(root, address)
 
 
 def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,7 +361,7 @@ def test_a_failure_has_a_message_and_an_exit_code(
 
 @pytest.mark.parametrize(("shards", "padding"), [(1, 0), (3, 0), (1, 200_000)])
 def test_the_estimate_of_a_repository_equals_that_of_its_files_and_reads_only_headers(
-    hub: FakeHub,
+    hub: Hub,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -383,23 +370,23 @@ def test_the_estimate_of_a_repository_equals_that_of_its_files_and_reads_only_he
 ) -> None:
     repo = f"org/m{shards}-{padding}"
     folder = write(hub.root / repo, shards=shards, padding=padding)
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
     code, said = estimate(capsys, repo, "--ctx-size", "256")
     assert (code, said["downloaded"]) == (0, False)
     here = estimate(capsys, str(folder), "--ctx-size", "256")[1]
     for segment in ("weights", "context", "compute", "runtime", "total"):
         assert said[segment] == here[segment]
-    asked = [line for line in hub.journal() if f"/{repo}/resolve/" in line and ".safetensors " in line]
+    asked = [line for line in hub.journal(repo) if "/resolve/" in line and ".safetensors " in line]
     assert len(asked) == shards * (2 if padding else 1)
     assert all("bytes=" in line for line in asked), "never a whole file"
     assert not (tmp_path / "empty-cache").exists(), "nothing is kept"
 
 
-def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: Hub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "both", shards=2)
     (folder / "model.safetensors").write_bytes((folder / "model-00000-of-00002.safetensors").read_bytes())
     spare = tmp_path / "spare"
-    hub_headers.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.url})
+    hub_headers.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.address})
     taken = ["config.json", "model.safetensors", "tokenizer_config.json"]
     assert sorted(file.name for file in spare.iterdir()) == taken
 
@@ -413,15 +400,15 @@ def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: FakeHub,
         ({"token": "secret"}, "needs --hf-token"),
     ],
 )
-def test_an_error_of_the_hub_has_a_message(hub: FakeHub, tmp_path: Path, fault: dict[str, Any], message: str) -> None:
+def test_an_error_of_the_hub_has_a_message(hub: Hub, tmp_path: Path, fault: dict[str, Any], message: str) -> None:
     if not (hub.root / "org" / "refused").is_dir():
         write(hub.root / "org" / "refused")
     hub.fails(**{"org/refused": fault})
     with pytest.raises(RemoteError, match=message):
-        hub_headers.skeleton("org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url})
+        hub_headers.skeleton("org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.address})
     if "token" in fault:
         hub_headers.skeleton(
-            "org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url}, token="secret"
+            "org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.address}, token="secret"
         )
 
 
@@ -443,7 +430,7 @@ def test_an_error_of_the_hub_has_a_message(hub: FakeHub, tmp_path: Path, fault: 
     ],
 )
 def test_the_message_for_a_repository_without_a_model_says_what_it_has(
-    hub: FakeHub,
+    hub: Hub,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -454,7 +441,7 @@ def test_the_message_for_a_repository_without_a_model_says_what_it_has(
     (hub.root / repo).mkdir(parents=True)
     for name, content in files.items():
         (hub.root / repo / name).write_text(content)
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
     assert main(["estimate", repo]) == 1
     said = capsys.readouterr()
     assert said.err.startswith(f"router: {repo} ")
@@ -462,18 +449,18 @@ def test_the_message_for_a_repository_without_a_model_says_what_it_has(
     assert said.out == ""
 
 
-def test_a_hub_that_ignores_ranges_costs_no_more_than_a_header(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_hub_that_ignores_ranges_costs_no_more_than_a_header(hub: Hub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "whole-only", padding=200_000)
     hub.fails(**{"org/whole-only/model.safetensors": {"ranges": False}})
-    hub_headers.skeleton("org/whole-only", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url})
+    hub_headers.skeleton("org/whole-only", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.address})
     assert checkpoint.read(tmp_path / "spare") == checkpoint.read(folder)
 
 
-def test_a_broken_weight_file_and_an_unreachable_hub_have_a_message(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_broken_weight_file_and_an_unreachable_hub_have_a_message(hub: Hub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "broken")
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(RemoteError, match="no safetensors file"):
-        hub_headers.skeleton("org/broken", "main", tmp_path / "a", environ={"HF_ENDPOINT": hub.url})
+        hub_headers.skeleton("org/broken", "main", tmp_path / "a", environ={"HF_ENDPOINT": hub.address})
     with pytest.raises(RemoteError, match="cannot be reached"):
         hub_headers.skeleton("org/broken", "main", tmp_path / "b", environ={"HF_ENDPOINT": "http://127.0.0.1:9"})
 
