@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from worker.engines.transformers import load_draft
+from worker.engines.transformers import load_draft, load_encoder
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import (
@@ -220,7 +220,7 @@ def _quantizes(options: ModelOptions, config: Any) -> bool:
 def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tuple[Traced, int]:
     """Trace a model that embeds or scores texts. Also returns the `arranging` of `_with_loading`."""
     embeds = not snapshot.is_cross_encoder(options, config)
-    ctx_size = requests.context_size(options, architectures.positions(config))
+    ctx_size = load_encoder.context_size(options, config)
     with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds), config, dtype, embeds=embeds)
         encoder = make_encoder(model, options, embeds=embeds)

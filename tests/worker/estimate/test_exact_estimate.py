@@ -176,6 +176,13 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     assert compute <= traced(said) <= compute * 1.08
 
 
+def test_an_embedder_is_estimated_with_the_longest_text_that_it_accepts(tmp_path: Path) -> None:
+    snapshot = tiny.make("t5", tmp_path / "m", n_positions=None)
+    (snapshot / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
+    chosen = options(snapshot, task="embed")
+    assert traced(estimate.estimate(chosen)) == traced(estimate.estimate(dataclasses.replace(chosen, ctx_size=48)))
+
+
 def fake_steps(chosen: Estimate, ctx_size: int, *, is_short: bool = True) -> GenerationSteps:
     """The steps of a model of fake tensors, with one layer of each kind or all of them."""
     config = load_config(chosen)

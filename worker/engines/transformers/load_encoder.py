@@ -18,7 +18,7 @@ from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, PoolingHead, activation
 from worker.errors import StartError
 from worker.interface import EncoderInput, EncodingConfig
-from worker.protocol.argv import Serve
+from worker.protocol.argv import ModelOptions, Serve
 from worker.protocol.events import Progress
 
 # Largest difference of a text's vector alone and in a batch, relative to its norm. A guess, far above the rounding of
@@ -66,8 +66,7 @@ def load(
     is_dummy = options.load_format == "dummy"
     encoder, encoding = make_encoder(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy)
     settle(tokenizer, snapshot)
-    limits = (architectures.positions(config), sentence_transformers_config.max_tokens(snapshot))
-    ctx_size = requests.context_size(options, min(filter(None, limits), default=0))
+    ctx_size = context_size(options, config)
     stage_done("build")
     progress(Progress(stage="warmup"))
     try:
@@ -81,6 +80,12 @@ def load(
     announces_steps = options.announce_steps and loaded.device.type == "cpu" and memory.inheritance.is_forked
     compiles_attention = linears is not None and linears.compiles_attention
     return LoadedEncoder(encoder, encoding, ctx_size, announces_steps, compiles_attention)
+
+
+def context_size(options: ModelOptions, config: Any) -> int:
+    """Tokens that one text may have: at most those of the model and of sentence-transformers. Raises StartError."""
+    limits = (architectures.positions(config), sentence_transformers_config.max_tokens(Path(options.snapshot)))
+    return requests.context_size(options, min(filter(None, limits), default=0))
 
 
 def warm_up(encoder: Encoder, *, kind: str, ctx_size: int, vocab_size: int) -> None:
