@@ -16,6 +16,7 @@ from tests import tiny
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import sentence_transformers_config
+from worker.engines.transformers.load_encoder import warm_up
 from worker.engines.transformers.run.pooling import PoolingHead, activation, normalized, pool
 from worker.errors import (
     ContextExceeded,
@@ -184,6 +185,17 @@ def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
     with pytest.raises(StartError, match="in a batch with a longer one"):
         load(tmp_path)
+
+
+def test_an_architecture_that_mixes_padding_into_texts_of_some_lengths_is_refused() -> None:
+    class Mixing:
+        """Scores a text of 6 tokens otherwise in a batch."""
+
+        def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
+            return [torch.tensor([1.5 if len(texts) > 1 and len(text.tokens) == 6 else 1.0]) for text in texts]
+
+    with pytest.raises(StartError, match="'mixing' cannot be served: a text gives other numbers in a batch"):
+        warm_up(Mixing(), kind="mixing", ctx_size=256, vocab_size=512)
 
 
 async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts_which_can_be_cancelled(

@@ -89,20 +89,23 @@ def context_size(options: ModelOptions, config: Any) -> int:
 
 
 def warm_up(encoder: Encoder, *, kind: str, ctx_size: int, vocab_size: int) -> None:
-    """Run the encoder on one text alone and in a batch.
+    """Run the encoder on texts alone and in a batch.
 
     Raises StartError if it cannot run, or if the results differ: an architecture that does not mask padding would give
     a request results that depend on other requests.
     """
-    long = EncoderInput([(5 + place) % vocab_size for place in range(min(8, ctx_size))])
-    short = EncoderInput(long.tokens[: max(1, len(long.tokens) // 2)])
+    tokens = [(5 + place) % vocab_size for place in range(min(8, ctx_size))]
+    # Three lengths, because the scores of one text alone and in a batch may be close by accident.
+    *shorter, longest = (EncoderInput(tokens[: max(1, len(tokens) * part // 4)]) for part in (1, 2, 3, 4))
     try:
-        [alone], (batched, _) = encoder.run([short]), encoder.run([short, long])
+        alone = [encoder.run([text])[0] for text in shorter]
+        batched = encoder.run([*shorter, longest])
     except Exception as error:
         if not cuda_errors.is_of_code(error):
             raise
         raise StartError(f"architecture {kind!r} cannot be served: {cuda_errors.one_line(error)}") from error
-    if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
+    pairs = zip(alone, batched, strict=False)
+    if any((one - other).norm() > BATCH_TOLERANCE * one.norm() + 1e-6 for one, other in pairs):
         raise StartError(
             f"architecture {kind!r} cannot be served: a text gives other numbers in a batch with a longer one"
         )
