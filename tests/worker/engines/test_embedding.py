@@ -198,6 +198,16 @@ def test_an_architecture_that_mixes_padding_into_texts_of_some_lengths_is_refuse
         warm_up(Mixing(), kind="mixing", ctx_size=256, vocab_size=512)
 
 
+def test_an_architecture_that_fails_on_short_texts_is_refused(tmp_path: Path) -> None:
+    config = transformers.FunnelConfig(
+        vocab_size=512, block_sizes=[1, 1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_decoder_layers=1
+    )
+    transformers.FunnelModel(config).save_pretrained(tmp_path)
+    tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="'funnel' cannot be served"):
+        load(tmp_path, ctx_size=64)
+
+
 async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts_which_can_be_cancelled(
     engine: TransformersEngine,
 ) -> None:

@@ -7,7 +7,10 @@ from worker.errors import RankLost, StartError
 # Errors that code raises for invalid values, the same each time; torch and devices raise other types.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 # Parts of torch's messages for sizes that do not fit. They are RuntimeErrors, as passing failures of libraries are.
-_OF_SIZES = ("must match", "out of range", "not in range", "cannot be multiplied", "invalid for input of size")
+_OF_SIZES = (
+    "must match", "doesn't match", "to sum exactly to", "out of range", "not in range", "out of bounds",
+    "cannot be multiplied", "invalid for input of size",
+)  # fmt: skip
 # Messages of the CUDA runtime where torch's allocator is not involved (pinned memory, events, graphs), and of its
 # libraries, whose handles take memory, too. The context survives both.
 _DEVICE_IS_FULL = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
