@@ -75,9 +75,6 @@ class ProcessTable:
             stack.callback(self._guard.close)
             yield
 
-    def child(self, tag: str) -> Child:
-        return self._children[tag]
-
     def add(self, tag: str, child: Child, worker: str) -> None:
         """Register a new process. Call it before the process gets its token.
 

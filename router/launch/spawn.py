@@ -79,14 +79,13 @@ class Spawner:
         """
         try:
             # Not cancelled between fork and registration: a process without an entry in the table would be lost.
-            await uncancelled(self._spawn(program, command, verb, tag, token, visible))
-            child = self._processes.child(tag)
+            child = await uncancelled(self._spawn(program, command, verb, tag, token, visible))
             child.send(token.encode() + b"\n")  # the first line that it reads; its stdin stays open
             yield child
         finally:
             await uncancelled(self._processes.end(tag))
 
-    async def _spawn(self, program: Program, command: Command, verb: Verb, tag: str, token: str, visible: str) -> None:
+    async def _spawn(self, program: Program, command: Command, verb: Verb, tag: str, token: str, visible: str) -> Child:
         """Start a process by fork if possible, else by exec, and register it. Raises WorkerLost, NotStarted."""
         threads = command.threads if isinstance(command, ModelOptions) else 1
         env = self._environment(verb, tag=tag, visible=visible, threads=threads, extra=program.env)
@@ -106,6 +105,7 @@ class Spawner:
             except OSError as error:
                 raise lost_at_spawn(program, verb, argv[0], error) from error
         self._processes.add(tag, child, program.worker)
+        return child
 
 
 def may_fork(program: Program, verb: Verb) -> bool:
