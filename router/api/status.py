@@ -43,14 +43,13 @@ def value_of(model: Model) -> str:
 def status_of(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str, Any]:
     """The status object of a listed model, as `key` may see it.
 
-    Models that share a worker have the same status, and `shares` lists the others. Only the first of them has `memory`,
-    so that a sum over all models counts each worker once.
+    Models that share a worker have the same status, and `shares` lists the others that `key` may use. Only the first of
+    them has `memory`, so that a sum over all models counts each worker once.
     """
     shown = status(registry.fleet, listed.model)
     if registry.access.is_admin(key):
         shown |= listed.shown_settings
-    others = registry.visible_others(key, listed)
-    if others:
+    if others := [name for name in listed.others if registry.access.may_use(key, name)]:
         shown["shares"] = others
         if listed.names.index(others[0]) < listed.names.index(listed.id):
             shown.pop("memory", None)

@@ -107,10 +107,6 @@ class Registry:
         is_one = len(self.shared_workers.listed) == 1 and (self.settings.model or self.settings.hf_repo)
         return next(iter(self.visible(key)), None) if is_one else None
 
-    def visible_others(self, key: ApiKey, listed: ListedModel) -> list[str]:
-        """The other models that share the worker of `listed`, as far as the key may use them."""
-        return [name for name in listed.others if Access.may_use(key, name)]
-
     def check_adapter(self, id: str, name: str) -> None:
         """Raise ModelNotFound, with similar names, if model `id` has no adapter of that name."""
         known = [adapter.name for adapter in self.shared_workers.find(id).preset.adapters]
