@@ -23,7 +23,7 @@ from router.launch.spawn import may_fork
 from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint, serves_embeddings
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, MemoryEstimate
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, MemoryEstimate
 from router.memory.learned import LearnedEstimates
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
@@ -52,12 +52,11 @@ class Machine:
             shared = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
             self.readings = [replace(each, shared=shared) if each.id.index == HOST else each for each in self.readings]
         self.capacities = capacities(self.readings, self._margin, limits.get)
-        records = state / "estimates.json"
-        self._records = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None
+        self._records = LearnedEstimates(state / "estimates.json", driver=devices.driver)
         self.snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
 
     def _margin(self, device: DeviceId) -> int:
-        return self._margins.get(device, self.settings.models_memory_margin.get("", 0))
+        return self._margins.get(device, self.settings.margin(""))
 
     def forks(self, preset: Preset) -> bool:
         return self.settings.fork_server and may_fork(worker_argv.program_of(preset, preset.id), "serve")
@@ -75,9 +74,8 @@ class Machine:
 
     def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> MemoryEstimate:
         """The static estimate, with the process overhead that was measured on this machine. Raises EstimateError."""
-        forked, overhead = self.forks(preset), UNKNOWN
-        if self._records is not None:
-            overhead = self._records.overhead(sharding.device_type(choice, self.readings), forked=forked)
+        forked = self.forks(preset)
+        overhead = self._records.overhead(sharding.device_type(choice, self.readings), forked=forked)
         threads = _threads(preset, choice)
         return sharding.static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
 
@@ -106,8 +104,7 @@ class Machine:
 
     def forget(self, facts: Checkpoint) -> None:
         """Drop the learned figures of a model, for all settings."""
-        if self._records is not None:
-            self._records.forget(facts)
+        self._records.forget(facts)
 
     def remedies(
         self,

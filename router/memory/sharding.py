@@ -445,7 +445,7 @@ def best_estimate(
     facts: Checkpoint,
     preset: Preset,
     readings: Sequence[Reading],
-    records: learned.LearnedEstimates | None,
+    records: learned.LearnedEstimates,
     *,
     forked: bool,
     threads: int,
@@ -459,9 +459,9 @@ def best_estimate(
     they are higher. `threads`: torch threads of the worker. Without `learns`, learned figures are not used. Raises
     EstimateError.
     """
-    overhead = records.overhead(device_type(choice, readings), forked=forked) if records is not None else UNKNOWN
+    overhead = records.overhead(device_type(choice, readings), forked=forked)
     static = static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
-    if static.source == "preset" or records is None:  # the figure of the preset holds for every way to start
+    if static.source == "preset":  # the figure of the preset holds for every way to start
         return static
     for way in (True, False) if forked and or_executed else (forked,):
         key = record_key(choice, facts, preset, readings, forked=way)
