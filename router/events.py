@@ -91,7 +91,7 @@ class EventLog:
         return [event for event in self._ring if event.id > id]
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
-        """Every event after `after`, as they are appended, without end. A follower slower than the ring misses
+        """Every event after the id `after`, as it is appended, without end. A follower slower than the ring misses
         events."""
         while True:
             events = self.since(after)
