@@ -204,7 +204,8 @@ class Ring(logging.Handler):
                 loop.call_soon_threadsafe(news.set)  # Records come from any thread.
 
     async def follow(self, after: int) -> AsyncIterator[Line]:
-        """Every line after the id `after`, as it is written, without end. A follower slower than the ring misses lines."""
+        """Every line after the id `after`, as it is written, without end. A follower slower than the ring misses
+        lines."""
         news = asyncio.Event()
         self._followers[news] = asyncio.get_running_loop()
         try:
