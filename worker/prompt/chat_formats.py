@@ -45,7 +45,6 @@ class Messages:
 class ChatFormat:
     """Markup of a model's answers."""
 
-    name: str
     response: Json  # a response template, with tool calls and reasoning if the model has them
     call_syntax: CallSyntax | None = None  # None: constrained calls use BARE_CALLS
     to_json: Callable[[str], str] = str  # rewrites the text of calls as the JSON that `response` reads
@@ -83,11 +82,11 @@ def find(source: str, response_template: Any) -> ChatFormat | None:
     Return None for a model that answers in plain text only.
     """
     if isinstance(response_template, dict):
-        return ChatFormat("tokenizer", response_template, is_anchored=True)
+        return ChatFormat(response_template, is_anchored=True)
     for markers, chat_format in _KNOWN:
         if all(marker in source for marker in markers):
             return _with_reasoning(chat_format, source)
-    plain = _with_reasoning(ChatFormat("plain", _response({})), source)
+    plain = _with_reasoning(ChatFormat(_response({})), source)
     return plain if plain.has_reasoning else None
 
 
@@ -109,7 +108,6 @@ def _response(fields: Json) -> Json:
 
 
 def _family(
-    name: str,
     calls: Json,
     call_syntax: CallSyntax | None = None,
     further: Json | None = None,
@@ -117,7 +115,7 @@ def _family(
 ) -> ChatFormat:
     """`further`: fields beside those of calls and of unmarked content."""
     response = _response({CALLS_FIELD: {"content": "json", "repeats": True, **calls}, **(further or {})})
-    return ChatFormat(name, response, call_syntax, to_json)
+    return ChatFormat(response, call_syntax, to_json)
 
 
 def _function(name: str, arguments: str) -> Json:
@@ -127,14 +125,13 @@ def _function(name: str, arguments: str) -> Json:
 _EACH: Json = {"transform": _function("{name}", "{arguments}"), "transform_each": True}  # of a JSON array of calls
 
 
-def _array(name: str, begin: str, end: str = "", to_json: Callable[[str], str] = str) -> ChatFormat:
+def _array(begin: str, end: str = "", to_json: Callable[[str], str] = str) -> ChatFormat:
     """A format with all calls in a JSON array between two markers."""
     calls = {"open": begin, **({"close": end} if end else {}), **_EACH}
-    return _family(name, calls, CallSyntax(begin=f"{begin}[", between=", ", end=f"]{end}"), to_json=to_json)
+    return _family(calls, CallSyntax(begin=f"{begin}[", between=", ", end=f"]{end}"), to_json=to_json)
 
 
 _HERMES = _family(
-    "hermes",
     {"open": "<tool_call>", "close": "</tool_call>", "transform": _function("{content.name}", "{content.arguments}")},
     CallSyntax(each=("<tool_call>\n", "\n</tool_call>"), between="\n"),
 )
@@ -144,9 +141,8 @@ _HERMES = _family(
 _PARAMETER = r"<parameter=(?:(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>|.*)"
 
 
-def _function_tags(name: str, tag: str) -> ChatFormat:
+def _function_tags(tag: str) -> ChatFormat:
     return _family(
-        name,
         {
             "open_pattern": rf"<{tag}>\s{{0,32}}<function=(?P<name>[^>\n]{{1,256}})>",
             "close_pattern": rf"</function>\s{{0,32}}</{tag}>",
@@ -157,9 +153,8 @@ def _function_tags(name: str, tag: str) -> ChatFormat:
     )
 
 
-_QWEN_XML = _function_tags("qwen-xml", "tool_call")
+_QWEN_XML = _function_tags("tool_call")
 _GLM = _family(
-    "glm",
     {
         "open_pattern": r"<tool_call>\s{0,32}(?P<name>[^\s<{]{1,256})",
         "close": "</tool_call>",
@@ -171,10 +166,9 @@ _GLM = _family(
         "transform": _function("{name}", "{content}"),
     },
 )
-_GRANITE = _array("granite", "<|tool_call|>")
-_MISTRAL = _array("mistral", "[TOOL_CALLS]")
+_GRANITE = _array("<|tool_call|>")
+_MISTRAL = _array("[TOOL_CALLS]")
 _MISTRAL_ARGS = _family(
-    "mistral-args",
     {
         "open_pattern": r"\[TOOL_CALLS\]\s{0,32}(?P<name>[^\[\]{}\s]{1,256})(?:\[CALL_ID\][^\[\]]{0,256})?\[ARGS\]",
         "close_pattern": r"(?=\[TOOL_CALLS\])",
@@ -182,7 +176,6 @@ _MISTRAL_ARGS = _family(
     },
 )
 _LLAMA = _family(
-    "llama",
     {
         "open_pattern": r"\A\s{0,32}(?:<\|python_tag\|>\s{0,32})?(?=\{)",
         "transform": _function("{content.name}", "{content.parameters}"),
@@ -198,7 +191,6 @@ def _token(name: str) -> str:
 
 
 _DEEPSEEK = _family(
-    "deepseek",
     {
         "open_pattern": rf"(?:{_token('tool calls begin')})?\s{{0,32}}{_token('tool call begin')}"
         rf"(?:function{_token('tool sep')})?(?P<name>[^\s<]{{1,256}})"
@@ -212,7 +204,6 @@ _DEEPSEEK = _family(
 )
 _KIMI_CALLS = r"<\|tool_calls_section_begin\|>"
 _KIMI = _family(
-    "kimi",
     {
         "open_pattern": rf"(?:{_KIMI_CALLS})?\s{{0,32}}<\|tool_call_begin\|>\s{{0,32}}"
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{1,256}):\d{1,9})\s{0,32}<\|tool_call_argument_begin\|>",
@@ -224,7 +215,7 @@ _KIMI = _family(
 )
 
 
-def _invoke_tags(name: str, begin: str, end: str, prefix: str = "") -> ChatFormat:
+def _invoke_tags(begin: str, end: str, prefix: str = "") -> ChatFormat:
     """`prefix` is a part of each tag."""
     tag = (
         rf"<{prefix}parameter name=(?:\"(?P<key>[^\"<>]{{1,256}})\"(?: string=\"\w{{1,8}}\")?>"
@@ -237,30 +228,27 @@ def _invoke_tags(name: str, begin: str, end: str, prefix: str = "") -> ChatForma
         "content_args": {"tag_pattern": tag},
         "transform": _function("{name}", "{content}"),
     }
-    return _family(name, calls, further={"calls_end": {"open_pattern": end, "content": "text"}})
+    return _family(calls, further={"calls_end": {"open_pattern": end, "content": "text"}})
 
 
-_MINIMAX = _invoke_tags("minimax", "<minimax:tool_call>", "</minimax:tool_call>")
+_MINIMAX = _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>")
 _DSML_TAG = f"{_BAR}DSML{_BAR}"
 _DSML = _invoke_tags(
-    "dsml", f"<{_DSML_TAG}(?:function|tool)_calls>", f"</{_DSML_TAG}(?:function|tool)_calls>", prefix=_DSML_TAG
+    f"<{_DSML_TAG}(?:function|tool)_calls>", f"</{_DSML_TAG}(?:function|tool)_calls>", prefix=_DSML_TAG
 )
-_SEED = _function_tags("seed", "seed:tool_call")
-_NEMOTRON = _array("nemotron", "<TOOLCALL>", "</TOOLCALL>")
+_SEED = _function_tags("seed:tool_call")
+_NEMOTRON = _array("<TOOLCALL>", "</TOOLCALL>")
 _PHI = _family(
-    "phi",
     {"open": "<|tool_call|>", "close": "<|/tool_call|>", **_EACH},
     CallSyntax(each=("<|tool_call|>", "<|/tool_call|>"), between=""),
     to_json=objects_to_list,  # the model writes lists and single calls
 )
 _PHI_LIST = _family(
-    "phi-list",
     {"open_pattern": r"functools(?=\[)", **_EACH},
     CallSyntax(begin="functools[", between=", ", end="]"),
 )
-_LFM = _family("lfm", {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", **_EACH}, to_json=python_to_json)
+_LFM = _family({"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", **_EACH}, to_json=python_to_json)
 _GEMMA = _family(
-    "gemma",
     {
         "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]{1,256})(?=\{)",
         "close": "<tool_call|>",
@@ -271,9 +259,8 @@ _GEMMA = _family(
     to_json=gemma_to_json,
 )
 # Jamba and Hunyuan-A13B write an array, MiniMax-M1 an object a line.
-_TOOL_CALLS = _array("tool-calls", "<tool_calls>", "</tool_calls>", objects_to_list)
+_TOOL_CALLS = _array("<tool_calls>", "</tool_calls>", objects_to_list)
 _HUNYUAN = _family(
-    "hunyuan",
     {
         "open_pattern": r"(?:<tool_calls>\s{0,32})?<tool_call>\s{0,32}(?P<name>[^\s<{]{1,256})\s{0,32}```json\s{0,32}",
         "close_pattern": r"\s{0,32}```\s{0,32}</tool_call>",
@@ -281,9 +268,8 @@ _HUNYUAN = _family(
     },
     further={"calls_end": {"open": "</tool_calls>", "content": "text"}},
 )
-_OLMO = _family("olmo", {"open": "<function_calls>", "close": "</function_calls>", **_EACH}, to_json=lines_to_json)
+_OLMO = _family({"open": "<function_calls>", "close": "</function_calls>", **_EACH}, to_json=lines_to_json)
 _PYTHONIC = _family(
-    "pythonic",
     {
         "open_pattern": r"\A\s{0,32}(?:<\|python_start\|>\s{0,32})?(?=\[\s{0,32}[A-Za-z_{])",
         "close": "<|python_end|>",
@@ -291,15 +277,13 @@ _PYTHONIC = _family(
     },
     to_json=python_to_json,
 )
-_ARRAY = _family("array", {"open_pattern": r"\A\s{0,32}(?=\[\s{0,32}\{)", **_EACH}, BARE_CALLS)
+_ARRAY = _family({"open_pattern": r"\A\s{0,32}(?=\[\s{0,32}\{)", **_EACH}, BARE_CALLS)
 _APERTUS = _family(
-    "apertus",
     {"open": "<|tools_prefix|>", "close": "<|tools_suffix|>", **_EACH},
     further={"reasoning_content": {"open": "<|inner_prefix|>", "close": "<|inner_suffix|>", "content": "text"}},
     to_json=keyed_to_json,
 )
 _FUNCTION_JSON = _family(
-    "function-json",
     {
         "open_pattern": r"<function=(?P<name>[^<>\s]{1,256})>",
         "close": "</function>",
@@ -307,7 +291,6 @@ _FUNCTION_JSON = _family(
     },
 )
 _FUNCTIONARY = _family(
-    "functionary",
     {
         "open_pattern": r"(?:\A|>>>)(?P<name>[\w.-]{1,256})\n\s{0,32}(?=\{)",
         "close_pattern": r"(?=>>>)",
@@ -316,7 +299,6 @@ _FUNCTIONARY = _family(
     further={"content": {"open_pattern": r"(?:\A|>>>)all\n", "close_pattern": r"(?=>>>)", "content": "text"}},
 )
 _COHERE = _family(
-    "cohere",
     {
         "open": "<|START_ACTION|>",
         "close": "<|END_ACTION|>",
@@ -334,7 +316,6 @@ _COHERE = _family(
     },
 )
 _COHERE_FENCED = _family(
-    "cohere-fenced",
     {
         "open_pattern": r"Action:\s{0,8}```json\s",
         "close": "```",
@@ -345,7 +326,6 @@ _COHERE_FENCED = _family(
 )
 _HARMONY = replace(
     _family(
-        "harmony",
         {
             "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis) to=functions\."
             r"(?P<name>[\w.-]{1,256})\s{0,32}(?:<\|constrain\|>\w{0,32})?<\|message\|>",

@@ -133,7 +133,7 @@ class AnswerParser:
         fields = chat_format.response["fields"]
         reasoning = [name for name in REASONING_FIELDS if name in fields and self._options.separate_reasoning]
         has_calls = CALLS_FIELD in fields and bool(self._options.tools) and not self._is_bare_syntax
-        if chat_format.name == "harmony":  # every harmony answer has regions
+        if chat_format.messages is not None:  # each message is a region
             return list(fields)
         return [*reasoning, *([CALLS_FIELD] if has_calls else [])] or ["content"] * chat_format.marks_content
 
