@@ -241,6 +241,15 @@ def chat(model: str, text: str = "one two three", **fields: Any) -> dict[str, An
     return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
 
 
+async def text(up: Router, model: str, **fields: Any) -> str:
+    """The greedy completion of a real model."""
+    body = {"model": model, "prompt": "The quick brown", "max_tokens": 12, "temperature": 0, **fields}
+    response = await up.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == model
+    return str(response.json()["choices"][0]["text"])
+
+
 def is_alive(pid: int) -> bool:
     """True if the process exists and is no zombie."""
     try:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests import lora, tiny
-from tests.processes.routers import Router, error_of
+from tests.processes.routers import Router, error_of, text
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 SAGEMAKER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -33,15 +33,6 @@ async def models(real: Router) -> AsyncIterator[Path]:
 async def up(models: Path, real: Router) -> Router:
     await real.serve_presets("[*]\nctx-size = 128\nmax-loras = 2\nparallel = 2\n[tiny]\nalias = t\n")
     return real
-
-
-async def text(up: Router, model: str, **fields: Any) -> str:
-    body = {"model": model, "prompt": "The quick brown", "max_tokens": 12, "temperature": 0, **fields}
-    response = await up.client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    assert response.json()["model"] == model
-    found: str = response.json()["choices"][0]["text"]
-    return found
 
 
 async def invoked(up: Router, **more: Any) -> str:

@@ -9,17 +9,9 @@ import pytest
 
 from tests import tiny
 from tests.pickled import pickle_weights, poison
-from tests.processes.routers import Router, router
+from tests.processes.routers import Router, router, text
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
-
-
-async def text(up: Router, model: str) -> str:
-    body = {"model": model, "prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    response = await up.client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    found: str = response.json()["choices"][0]["text"]
-    return found
 
 
 def command(*words: str, state: Path) -> subprocess.CompletedProcess[str]:

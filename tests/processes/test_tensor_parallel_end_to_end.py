@@ -9,17 +9,9 @@ import pytest
 
 from tests import lora, tiny
 from tests.processes.forking import children
-from tests.processes.routers import DEADLINE, Router
+from tests.processes.routers import DEADLINE, Router, text
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
-
-
-async def text(up: Router, model: str, **fields: str) -> str:
-    body = {"model": model, "prompt": "The quick brown", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    response = await up.client.post("/v1/completions", json=body | fields)
-    assert response.status_code == 200, response.text
-    found: str = response.json()["choices"][0]["text"]
-    return found
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
