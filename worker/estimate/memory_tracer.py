@@ -53,7 +53,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._unsafe_view.default:
             func = torch.ops.aten.view.default  # the same result, which torch caches of fake tensors
         traits = _traits(func)
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        is_number = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if is_number and args[0].constant is None:
             return _worst(args[0].dtype)
         if traits.worst_shape is not None and isinstance(args[0], FakeTensor):
             result = traits.worst_shape(*args)

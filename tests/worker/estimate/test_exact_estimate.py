@@ -176,6 +176,20 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     assert compute <= traced(said) <= compute * 1.08
 
 
+def test_a_model_that_divides_sizes_as_tensors_is_traced(tmp_path: Path) -> None:
+    config = transformers.LongformerConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=130, attention_window=16,
+    )  # fmt: skip
+    transformers.LongformerModel(config).save_pretrained(tmp_path)
+    tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
+    chosen = options(tmp_path, ctx_size=128)
+    said = estimate.estimate(chosen)
+    weights, _, compute = measured(chosen)
+    assert said.weights == [weights]
+    assert compute <= traced(said) <= compute * 1.08
+
+
 def test_an_embedder_is_estimated_with_the_longest_text_that_it_accepts(tmp_path: Path) -> None:
     snapshot = tiny.make("t5", tmp_path / "m", n_positions=None)
     (snapshot / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
