@@ -64,7 +64,7 @@ def set_up(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web"):
+    for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web", "watchfiles.main"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
     warnings.showwarning = _warn
 

@@ -1,8 +1,8 @@
 """The file watcher of --models-watch: calls back when a preset file or a folder of models has changed.
 
-Changes are found by comparison at an interval, which takes 6 µs for a file and 12 ms for a folder of 100 models. Events
-of the kernel would only come a moment earlier: a switched link on the way to a file, a folder that appears later, and
-network file systems cause none, and the system may refuse to watch (fs.inotify.max_user_watches).
+Changes are found by comparison. `watchfiles` triggers a comparison soon after an event in one of the folders. Further
+ones run at an interval, for changes without an event there: a switched link on the way to a file, a folder that
+appears later, and all changes if the system refuses to watch (fs.inotify.max_user_watches).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence, Set
 from itertools import islice
 from pathlib import Path
 
@@ -18,9 +18,9 @@ log = logging.getLogger("router.config.file_watcher")
 
 QUIET = 0.5  # seconds without a further change before a change is reported
 EMPTY = 5.0  # seconds that a preset file is waited for after it was emptied; a guess
-INTERVAL = 2.0  # seconds between comparisons; a guess
+INTERVAL = 5.0  # seconds between comparisons without an event; a guess
 DEPTH = 2  # levels below a folder of models that may contain models: `model` and `organisation/model`
-MAX_FOLDERS = 1000  # compared folders below one folder of models
+MAX_FOLDERS = 1000  # watched folders below one folder of models
 
 
 @contextlib.asynccontextmanager
@@ -70,17 +70,44 @@ async def _watch(
 ) -> None:
     """Compare the files with their `reported` state until cancelled."""
     while True:
+        folders = _folders(paths)
+        async with contextlib.aclosing(_triggers(folders, interval)) as triggers:
+            async for _ in triggers:
+                state = await _settled(paths, reported, quiet)
+                if state != reported:
+                    reported = state
+                    changed()
+                if folders != await asyncio.to_thread(_folders, paths):
+                    break
+
+
+async def _triggers(folders: Set[Path], interval: float) -> AsyncGenerator[None]:
+    """Yield soon after an event in one of the folders, and at least at each interval."""
+    from watchfiles import awatch  # Imported late: only --models-watch needs it, and the import takes 40 ms.
+
+    try:
+        # Not recursive: a recursive watch of the folder of models.ini could be one of a whole home directory.
+        async with contextlib.aclosing(
+            awatch(*folders, watch_filter=None, recursive=False, yield_on_timeout=True,
+                   rust_timeout=int(interval * 1000), ignore_permission_denied=True)
+        ) as events:  # fmt: skip
+            async for _ in events:
+                yield
+    except FileNotFoundError:
+        pass  # a folder was removed after it was listed
+    except (OSError, RuntimeError) as error:
+        log.warning("--models-watch: %s; changes are found every %.0f s", error, interval)
+    while True:
         await asyncio.sleep(interval)
-        state = await _settled(paths, reported, quiet)
-        if state != reported:
-            reported = state
-            changed()
+        yield
 
 
 async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) -> list[object]:
     """The state of `paths`. One that differs from `reported` is returned when it has been the same for `quiet` seconds.
 
-    Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing.
+    Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing. The
+    debounce of watchfiles cannot replace this: it waits for the end of new paths, so it ends each second while one long
+    file is copied.
     """
     state = await asyncio.to_thread(_look, paths)
     while state != reported:
@@ -89,6 +116,15 @@ async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) 
         if state == before:
             break
     return state
+
+
+def _folders(paths: Sequence[Path]) -> set[Path]:
+    """The folders in which events are expected: those of the file and of the target of a link, because editors and
+    deployments replace a file by renaming another one over it, and a folder of models with the folders in it."""
+    folders = {folder for path in paths for folder in (path.parent, Path(os.path.realpath(path)).parent)}
+    for path in paths:
+        folders.update(islice(_below(path), MAX_FOLDERS))
+    return {folder for folder in folders if os.path.isdir(folder)}
 
 
 def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
