@@ -147,8 +147,16 @@ def _keeps_first(fields: BodyFields, max_prompt_tokens: int | None) -> bool:
 
 
 def _max_tokens(fields: BodyFields, default: int) -> int | None:
-    """Return the maximum number of new tokens; None for -1, llama-server's value for no limit."""
-    tokens = fields.any_of(fields.integer, "max_tokens", "max_completion_tokens", "n_predict")
+    """Return the maximum number of new tokens; None for -1, llama-server's value for no limit.
+
+    OpenAI deprecated max_tokens in favour of max_completion_tokens. Clients that set both mean the newer one.
+    """
+    tokens = fields.any_of(fields.integer, "max_completion_tokens", "n_predict")
+    older = fields.any_of(fields.integer, "max_tokens", "n_predict")
+    if tokens is None:
+        tokens = older
+    elif older != tokens and older is not None:
+        fields.mark_unused("max_tokens")
     if tokens is None:
         return default if default > 0 else None
     return None if tokens == -1 else tokens

@@ -60,6 +60,12 @@ async def test_the_token_limit_has_two_names(body: dict[str, Any], tokens: int |
     assert (await only(body)).max_tokens == tokens
 
 
+async def test_the_newer_name_of_the_token_limit_takes_precedence_and_the_older_is_reported() -> None:
+    for older, ignored in ((6, ()), (5, ("max_tokens",)), (-1, ("max_tokens",))):
+        call = await openai.chat({**CHAT, "max_tokens": older, "max_completion_tokens": 6}, model())
+        assert (call.generations[0].max_tokens, call.ignored) == (6, ignored)
+
+
 async def test_the_presets_token_limit_is_the_default() -> None:
     assert (await only({}, model(n_predict=9))).max_tokens == 9
     assert (await only({"max_tokens": 4}, model(n_predict=9))).max_tokens == 4
@@ -73,7 +79,7 @@ async def test_a_text_without_a_limit_has_that_of_the_preset_and_no_other() -> N
 
 
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+    ({"n_predict": 5, "max_completion_tokens": 6}, "n_predict", "invalid_value"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "invalid_value"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"max_tokens": 5, "n_predict": 6}, "n_predict", "invalid_value"),
