@@ -45,7 +45,7 @@ def read(fields: BodyFields, tools: Sequence[Json], *, has_place: bool) -> ToolO
     if not tools:
         if choice in (None, "none", "auto") and allowed is None:
             return ToolOptions()
-        raise InvalidValue("tool_choice needs tools", param="tool_choice")
+        raise InvalidValue("tool_choice needs tools of type function", param="tool_choice")
     if choice == "none":
         return ToolOptions()
     if not has_place:

@@ -261,7 +261,7 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
         ({"previous_response_id": "resp_1"}, "requests are stateless"),
         ({"conversation": "conv_1"}, "requests are stateless"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "needs tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "needs tools of type function"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed}, "tool_choice"),
         ({"input": [image]}, "takes text, not images"),
