@@ -296,7 +296,6 @@ class AnthropicWriter(ReplyWriter):
     """Writer of `message` and of the events that build it."""
 
     def __init__(self, id: str, chat: ParsedCompletion):
-        self._chat = chat
         self._parser = AnswerParser(chat.parse_options)
         self._totals = UsageTotals(chat.generations)
         self._head: Json = {"id": id, "type": "message", "role": "assistant", "model": chat.common.model}
