@@ -101,6 +101,8 @@ async def test_a_known_path_that_is_not_offered_names_the_alternative(shared: Ro
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
         stored = await shared.client.request(method, f"/v1/responses/resp_1{path}", json={})
         assert error_of(stored) == (501, "not_offered")
+    conversation = await shared.client.post("/v1/conversations", json={})
+    assert "use the whole conversation in `input`" in conversation.json()["error"]["message"]
     for path in ("/tools", "/cors-proxy"):
         assert error_of(await shared.client.get(path)) == (403, "feature_disabled")
     assert (await shared.client.post("/v1/streams/lookup", json={})).json() == []

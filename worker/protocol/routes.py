@@ -387,6 +387,8 @@ _DECLARATIONS: tuple[Route, ...] = (
           errors=(501,), instead="POST /v1/responses with a shorter `input`: this server compacts no conversation"),
     Route("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES, "not_offered", "about.not_offered",
           errors=(501,), instead="a closed connection: a response ends with it"),
+    Route("POST", "/v1/conversations", Dialect.RESPONSES, "not_offered", "about.not_offered",
+          errors=(501,), instead=_UNSTORED),
     Route("GET", "/tokenizer_info", Dialect.OPENAI, "not_offered", "about.not_offered",
           errors=(501,), instead="GET /props?model=, or POST /tokenize"),
     Route("POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations",
