@@ -49,12 +49,6 @@ CASES = {
     "experts, stacked while they load": Case(
         "mixtral", {**SMALL, "num_hidden_layers": 3}, {"ctx_size": 512, "parallel": 2}, (500, 500)
     ),
-    "an embedder": Case(
-        "bert-embed",
-        {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12},
-        {},
-        prompts=(250, 250, 120, 120, 120),
-    ),
 }
 
 
@@ -79,26 +73,13 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
         prefill_chunk=prefill_chunk(facts, preset, on_host=True),
         dtype=preset.dtype,
     )
-    is_embedder = serves_embeddings(facts, preset)
     with Child(python("-m", "worker", *to_argv(command))) as worker, ThreadPoolExecutor(len(prompts)) as pool:
         url = worker.event(Ready, DEADLINE).address.replace("tcp:", "http://")
 
         def ask(length: int) -> None:
-            tokens = [5] * length
-            if is_embedder:
-                body: dict[str, Any] = {"model": "m", "input": [tokens]}
-            else:
-                body = {
-                    "model": "m",
-                    "prompt": tokens,
-                    "max_tokens": 8,
-                    "temperature": 1.0,
-                    "top_p": 0.99,
-                    "logprobs": 5,
-                }
-            path = "/v1/embeddings" if is_embedder else "/v1/completions"
+            body = {"prompt": [5] * length, "max_tokens": 8, "temperature": 1.0, "top_p": 0.99, "logprobs": 5}
             request = urllib.request.Request(
-                url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
             with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
                 answer.read()
