@@ -246,6 +246,8 @@ def from_config(
     layers = _size(
         text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"
     )
+    if model_type == "longcat_flash":
+        layers = max(layers, 2 * _first(text, "num_layers"))  # each of these has two attention layers
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers")
     states = min(max(_state_layers(text, layers), 0), layers)

@@ -142,6 +142,11 @@ def test_layers_with_a_state_are_counted(tmp_path: Path, changes: dict[str, Any]
     assert (facts.state_elements > 0) == (layers > 0)
 
 
+def test_longcat_has_two_attention_layers_in_each_layer(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path, model_type="longcat_flash", num_hidden_layers=None, num_layers=3))
+    assert facts.attention_layers == 6
+
+
 def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> None:
     assert read(snapshot(tmp_path, tie_word_embeddings=True)).params == 6400
     assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
