@@ -58,7 +58,7 @@ def no_memory() -> Iterator[None]:
 def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     """Return the model as the loader makes it, with unfilled parameters. Under `no_memory` it takes no memory."""
     extra = {"add_pooling_layer": False} if embeds and snapshot.has_pooler(cls) else {}
-    with no_init_weights():
+    with no_init_weights(), LiveBytes():  # which answers for numbers that the model asks of fake tensors
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
     return model.eval().requires_grad_(False)

@@ -190,6 +190,14 @@ def test_a_model_that_divides_sizes_as_tensors_is_traced(tmp_path: Path) -> None
     assert compute <= traced(said) <= compute * 1.08
 
 
+def test_a_model_that_reads_numbers_while_it_is_built_is_traced() -> None:
+    config = transformers.QianfanOCRVisionConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+    cls = transformers.MODEL_MAPPING[type(config)]
+    with meta_model.no_memory():
+        model = meta_model.build(cls, config, torch.float32, embeds=False)
+    assert meta_model.tensor_bytes(model) == meta_model.tensor_bytes(cls(config))
+
+
 def test_an_embedder_is_estimated_with_the_longest_text_that_it_accepts(tmp_path: Path) -> None:
     snapshot = tiny.make("t5", tmp_path / "m", n_positions=None)
     (snapshot / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
