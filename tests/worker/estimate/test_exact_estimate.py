@@ -192,7 +192,7 @@ def test_a_model_that_divides_sizes_as_tensors_is_traced(tmp_path: Path) -> None
 
 def test_a_model_that_reads_numbers_while_it_is_built_is_traced() -> None:
     config = transformers.QianfanOCRVisionConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
-    cls = transformers.MODEL_MAPPING[type(config)]
+    cls: Any = transformers.MODEL_MAPPING[type(config)]
     with meta_model.no_memory():
         model = meta_model.build(cls, config, torch.float32, embeds=False)
     assert meta_model.tensor_bytes(model) == meta_model.tensor_bytes(cls(config))
