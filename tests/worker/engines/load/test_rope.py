@@ -183,3 +183,9 @@ def test_members_of_config_json_and_of_nested_configs_are_known(folder: Path, tm
     assert message.endswith('no member "text_config.sliding_windo"; did you mean "text_config.sliding_window"?')
     message = refused(tmp_path, config_override='{"sliding_window": 4096}')
     assert message.endswith('no member "sliding_window"; write it into "text_config"')
+
+
+def test_members_of_rope_that_only_one_architecture_reads_are_known_to_it(folder: Path, tmp_path: Path) -> None:
+    override = '{"rope_parameters": {"short_mscale": 1.0}}'
+    load_config(options(tiny.make("phimoe", tmp_path / "m"), config_override=override))
+    assert 'rope_parameters has no "short_mscale"' in refused(folder, config_override=override)

@@ -6,9 +6,10 @@ the way out.
 
 import dataclasses
 import difflib
+import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,17 +112,18 @@ def _check_members(config: Any, override: Mapping[str, Any], stored: Any, path: 
         if isinstance(value, dict) and isinstance(inner, transformers.PreTrainedConfig):
             _check_members(inner, value, stored.get(name) if isinstance(stored, dict) else None, f"{path}{name}.")
         elif isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
-            _check_rope(value, json.dumps(stored), f"{path}{name}")
+            sources = [Path(transformers.__file__).with_name("modeling_rope_utils.py")]
+            sources += Path(inspect.getfile(type(config))).parent.glob("*.py")  # those of the architecture
+            texts = [json.dumps(stored), *(source.read_text("utf-8") for source in sources)]
+            _check_rope(value, set(re.findall(r"\w+", " ".join(texts))), f"{path}{name}")
 
 
-def _check_rope(rope: Mapping[str, Any], stored: str, path: str) -> None:
-    """Raise StartError for a member or a kind of scaling that neither transformers' module of RoPE nor config.json
-    mentions. transformers only warns, or fails when it builds the model."""
-    source = Path(transformers.__file__).with_name("modeling_rope_utils.py").read_text("utf-8")
-    known = set(re.findall(r"\w+", source + stored))
+def _check_rope(rope: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    """Raise StartError for a member or a kind of scaling that is not `known`: neither the code of transformers nor
+    config.json mentions it. transformers only warns, or fails when it builds the model."""
     for name, value in rope.items():
         if isinstance(value, dict):  # of one kind of layers
-            _check_rope(value, stored, f"{path}.{name}")
+            _check_rope(value, known, f"{path}.{name}")
         for word in (name, value) if name in ("rope_type", "type") else (name,):
             if word not in known:
                 near = difflib.get_close_matches(str(word), sorted(known), n=1)
