@@ -293,9 +293,11 @@ def encoding_steps(model: Any, encoder: Encoder, options: ModelOptions, lengths:
     """Yield the largest steps of an encoder: a single text of each of `lengths`, and the two longest texts that share a
     batch, with padding. More and shorter texts have as many tokens and smaller masks."""
     usual = model.config._attn_implementation
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
     ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
     for length in lengths:
-        yield partial(_encode, model, encoder, UNMASKED if usual == "sdpa" else usual, [[0] * length])
+        is_masked = usual != "sdpa" or 0 < (window or 0) < length  # a text that is longer than a window has a mask
+        yield partial(_encode, model, encoder, usual if is_masked else UNMASKED, [[0] * length])
     longest = min(options.prefill_chunk // 2, max(lengths))
     if longest > 1:
         yield partial(_encode, model, encoder, usual, [[0] * longest, [0] * (longest - 1)])

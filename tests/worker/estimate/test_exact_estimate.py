@@ -20,6 +20,7 @@ from router.memory.segments import compute_bytes, kv_range, weight_bytes
 from router.memory.sharding import Choice, static_estimate
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
+from tests.rankers import ranker
 from tests.router.checkpoints import most_context
 from tests.worker.allocated import allocated
 from tests.worker.families import FAMILIES, SHALLOW
@@ -196,6 +197,12 @@ def test_a_model_that_reads_numbers_while_it_is_built_is_traced() -> None:
     with meta_model.no_memory():
         model = meta_model.build(cls, config, torch.float32, embeds=False)
     assert meta_model.tensor_bytes(model) == meta_model.tensor_bytes(cls(config))
+
+
+def test_the_mask_of_a_window_in_an_encoder_is_counted(tmp_path: Path) -> None:
+    chosen = options(ranker(tmp_path, "modernbert", hidden_size=32, intermediate_size=32), prefill_chunk=256)
+    _, _, compute = measured(chosen)
+    assert compute <= traced(estimate.estimate(chosen)) <= compute * 1.2  # the mask of the other layers hides nothing
 
 
 def test_an_embedder_is_estimated_with_the_longest_text_that_it_accepts(tmp_path: Path) -> None:
