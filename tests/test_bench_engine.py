@@ -7,6 +7,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def test_everybody_takes_a_turn_at_every_level_and_begins_once(bench: Any) -> No
     assert found[4]["broken"].summary(0.1) == {"error": "RuntimeError: out of order"}
 
 
+def test_who_would_take_too_long_is_left_out_and_named_in_the_table(bench: Any) -> None:
+    shape = bench.SHAPES["tiny"]
+    slow = Steady(bench, "slow", 0.5)
+    found = bench.take_turns([slow], [1, 16], shape, rounds=1, seconds=99.0, patience=60.0)
+    assert slow.asked == [1]
+    assert found[16]["slow"].error.startswith("left out")
+    assert "left out" in bench._row("16", "slow", found[16]["slow"].summary(0.1), 1.0)
+
+
+def test_what_a_random_model_says_is_text_and_comes_back_as_the_same_tokens(bench: Any) -> None:
+    tokenizer = bench.make_tokenizer(1024)
+    assert len(tokenizer) == 1024
+    tokens = [300, 1000, 512, 1023]
+    assert tokenizer.decode(tokens).isprintable()
+    assert all(tokenizer(tokenizer.decode([token]), add_special_tokens=False).input_ids == [token] for token in tokens)
+
+
 class InProcess:
     """`Apart` without its process, which would import torch and transformers once more for each contestant."""
 
@@ -142,6 +160,37 @@ def test_a_contestant_apart_is_called_in_its_own_process() -> None:
         Apart(partial(json.loads, "letters"))
 
 
+def test_a_draft_agrees_the_more_the_less_its_target_adds(bench: Any, tmp_path: Path) -> None:
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    shape = replace(bench.SHAPES["tiny"], layers=8, hidden=128, vocab=4096)
+    tokens, agreement = torch.arange(300, 360)[None], {}
+    for name, weight in (("good", 0.02), ("poor", 20.0)):
+        pair = bench.make_pair(shape, tmp_path / name, "cpu", weight)
+        with torch.inference_mode():
+            target, draft = (auto.from_pretrained(path)(tokens).logits.argmax(-1) for path in pair)
+        agreement[name] = (target == draft).float().mean().item()
+        if name == "good":
+            assert len(set(target[0].tolist())) > 40, "the text does not repeat itself"
+    assert agreement["good"] > 0.8
+    assert agreement["poor"] < 0.5
+
+
+def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench: Any) -> None:
+    def row(rate: float) -> Any:
+        rates = [(100.0, rate), (300.0, 3 * rate), (200.0, 2.2 * rate)]
+        return {"tokens_per_second": rates, "tokens_per_cpu_second": rates[:1]}
+
+    levels = {"4": {"without, again": row(100.0), "draft model": row(150.0), "assisted generation": {"error": "broke"}}}
+    text = "\n".join(bench.render_speculative({"good": {"drafts": {"draft model": (80, 60)}, "levels": levels}}))
+    assert (
+        "| good | 4 | draft model | 3 | 200.0 | 330.0 | 1.50 (1.50 to 1.65) | 1.50 (1.50 to 1.50) | 75% of 80 |" in text
+    )
+    assert "| good | 4 | without, again | 3 | 200.0 | 220.0 | 1.00 (1.00 to 1.10) | 1.00 (1.00 to 1.00) |  |" in text
+    assert "| good | 4 | assisted generation | broke | | | | | |" in text
+
+
 def test_each_contestant_runs_beside_one_without_drafts(bench: Any) -> None:
     shape = bench.SHAPES["tiny"]
     plain, drafting = Steady(bench, "without draft model", 10.0), Steady(bench, "draft model", 9.0)
@@ -155,6 +204,21 @@ def test_each_contestant_runs_beside_one_without_drafts(bench: Any) -> None:
     assert [rate / without for without, rate in found[1]["draft model"].rates] == pytest.approx([0.9] * 5)
     assert [rate / without for without, rate in found[16]["without, again"].rates] == pytest.approx([1.0] * 5)
     assert found[16]["prompt lookup"].summary() == {"error": "RuntimeError: out of order"}
+
+
+def test_the_measured_engine_turns_drafts_off_for_its_twin_only(bench: Any) -> None:
+    class Engine:
+        name, drafts_off, runs = "draft model", False, list[bool]()
+
+        def run(self, requests: Sequence[Any]) -> None:
+            self.runs.append(self.drafts_off)
+
+    engine = Engine()
+    twin = bench.WithoutDrafts(engine)
+    for each in (engine, twin, engine):
+        each.run(())
+    assert (twin.name, engine.runs) == ("without draft model", [False, True, False])
+    assert bench.Pairs().summary() == {"error": "not run"}
 
 
 def test_pairs_are_compared_by_tokens_per_second_and_per_second_of_cpu_time(bench: Any) -> None:
