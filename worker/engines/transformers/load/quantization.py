@@ -81,7 +81,7 @@ def method(options: ModelOptions, config: Any) -> str:
         )
     module, command = LIBRARIES[found]
     if module and not _is_installed(module):
-        raise StartError(f"a checkpoint quantized with {found} needs the library {module}: {command}")
+        raise StartError(f"quantization with {found} needs the library {module}: {command}")
     return found
 
 
