@@ -173,7 +173,7 @@ def pulse(worker: Worker) -> dict[str, Any] | None:
         "steps": last.steps,
         "running": last.running,
         "waiting": last.waiting,
-        "parallel": worker.rows,
+        "parallel": last.parallel or worker.rows,
         "prefill_tokens_per_second": last.prefill_rate,
         "decode_tokens_per_second": last.decode_rate,
         "cache": {"used": last.cache_used, "reusable": last.cache_reusable, "total": last.cache_total},

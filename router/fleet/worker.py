@@ -20,7 +20,7 @@ from router.events import EventLog
 from router.fleet.early_start import EarlyStart
 from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost, WorkerProcess
-from router.memory.checkpoint_facts import Checkpoint
+from router.memory.checkpoint_facts import Checkpoint, rows, serves_embeddings
 from router.memory.estimate import MemoryEstimate
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, MAIN_MEMORY, WORKER_SLOTS, Bytes, DeviceId, Resident, pooled
@@ -352,8 +352,13 @@ class Worker:
 
     @property
     def rows(self) -> int:
-        """The most sequences in one step, as its engine last reported it."""
-        return (self.pulse.parallel if self.pulse is not None else 0) or self.preset.contexts
+        """The most sequences in one step. An embedder reports tokens instead, so for it this is `contexts`."""
+        if self.facts is None:
+            return self.preset.contexts
+        stated = rows(self.facts, self.preset)
+        if self.pulse is None or serves_embeddings(self.facts, self.preset):
+            return stated
+        return self.pulse.parallel or stated
 
     @property
     def latest_report(self) -> Pulse | Ready | None:

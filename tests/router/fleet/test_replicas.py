@@ -9,6 +9,7 @@ from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
+from worker.protocol.events import Pulse
 
 TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
 
@@ -41,6 +42,30 @@ async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_g
     assert [(worker.place, worker.best_effort) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
     asking += await load_of(scene, 3)
     assert [len(worker.leases) for worker in workers(scene)] == [3, 3]
+    await asyncio.gather(*asking)
+
+
+@virtual
+async def test_a_model_without_parallel_is_crowded_beyond_the_sequences_of_a_step() -> None:
+    """Before its first pulse, too."""
+    scene = Schedule({"a": 3 * GIB}, totals=TWO, keys={"a": {"replicas": (1, 2)}})
+    asking = await load_of(scene, 16)
+    await asyncio.sleep(5)
+    assert len(workers(scene)) == 1
+    asking += await load_of(scene, 1)
+    await asyncio.sleep(5)
+    assert len(workers(scene)) == 2
+    await asyncio.gather(*asking)
+
+
+@virtual
+async def test_an_embedder_is_crowded_by_requests_however_many_tokens_it_reports() -> None:
+    scene = world({"a": 3 * GIB}, a={"task": "embed", "parallel": 4})
+    await scene.ask("a")
+    scene.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={}, parallel=512))
+    asking = await load_of(scene, 5)
+    await asyncio.sleep(5)
+    assert len(workers(scene)) == 2
     await asyncio.gather(*asking)
 
 
