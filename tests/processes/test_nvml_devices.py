@@ -203,9 +203,9 @@ async def test_a_worker_reads_its_own_memory_whatever_name_the_card_has_for_it(
 
 async def test_a_worker_opens_nvml_once(driver: Driver) -> None:
     async with probing(driver) as worker:
-        assert (await worker.ask("worker cuda:0"))["used"] == 2 * GIB
+        assert (await worker.ask("worker cuda:0"))["used"] == 3 * GIB
         driver.show([A], init=fake_nvml.DRIVER_NOT_LOADED)  # opening it again would fail
-        assert (await worker.ask("worker cuda:0"))["used"] == 2 * GIB
+        assert (await worker.ask("worker cuda:0"))["used"] == 3 * GIB
 
 
 async def test_a_worker_without_a_driver_gets_no_device(driver: Driver) -> None:

@@ -340,7 +340,7 @@ async def test_a_named_folder_is_loaded_at_start_and_answers_requests_without_a_
             assert (await up.client.post("/v1/chat/completions", json=body | named)).status_code == 200
         assert "llamacpp:tokens_predicted_total" in (await up.client.get("/metrics")).text
         props = (await up.client.get("/props")).json()
-        assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (96, 4)
+        assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (96, 16)
         args = (await up.status("one"))["args"]
         assert args[args.index("--ctx-size") + 1] == "96"
 

@@ -80,7 +80,7 @@ def test_a_starter_configuration_fits_its_card(name: str, tmp_path: Path, tmp_pa
     assert (said["fits"], card["margin"], len(said["layers"])) == (True, MARGIN, 0)
     cache = said["kv_cache"]
     assert cache["least"]["tokens"] == said["ctx_size"] == (8192 if config is MISTRAL_7B else 4096)
-    assert cache["most"]["tokens"] == said["ctx_size"] * said["parallel"]
+    assert cache["most"]["tokens"] == said["ctx_size"] * keys.get("parallel", 4)
     assert cache["least"]["tokens"] < cache["granted"]["tokens"] <= cache["most"]["tokens"]
     taken = card["needs"] + cache["granted"]["bytes"] - cache["least"]["bytes"]
     assert taken <= card["usable_when_empty"] == (total * MIB) - MARGIN

@@ -495,7 +495,7 @@ def test_damaged_files_may_be_fetched_again(folder: Path, damage: Damage) -> Non
         (transformers.WhisperConfig(), "generate", ["whisper", "text"]),
         (transformers.ViTConfig(), "generate", ["vit", "text"]),
         (transformers.Pix2StructConfig(), "generate", ["pix2struct", "text"]),
-        (transformers.T5Config(vocab_size=512), "embed", ["t5", "task = generate"]),
+        (transformers.BartConfig(vocab_size=512), "embed", ["bart", "task = generate"]),
     ],
 )
 def test_the_error_for_a_task_that_a_family_lacks_names_the_family(
