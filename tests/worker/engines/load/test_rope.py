@@ -173,6 +173,16 @@ def test_an_override_of_rope_is_unknown_to_a_family_without_it(tmp_path: Path) -
     )
 
 
+def test_an_override_of_rope_by_kind_of_layers_needs_no_kinds_in_config_json(tmp_path: Path) -> None:
+    made = tiny.make("gemma3_text", tmp_path / "gemma3_text")
+    stored = json.loads((made / "config.json").read_text())
+    wanted = stored.pop("rope_parameters") | {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}
+    del stored["layer_types"]
+    (made / "config.json").write_text(json.dumps(stored))
+    config = load_config(options(made, config_override=json.dumps({"rope_parameters": wanted})))
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 7.0
+
+
 def test_members_of_config_json_and_of_nested_configs_are_known(folder: Path, tmp_path: Path) -> None:
     stored = json.loads((folder / "config.json").read_text())
     load_config(options(folder, config_override=json.dumps(stored)))

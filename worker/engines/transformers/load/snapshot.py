@@ -114,7 +114,9 @@ def _check_members(config: Any, override: Mapping[str, Any], stored: Any, path: 
         elif isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
             sources = [Path(transformers.__file__).with_name("modeling_rope_utils.py")]
             sources += Path(inspect.getfile(type(config))).parent.glob("*.py")  # those of the architecture
-            texts = [json.dumps(stored), *(source.read_text("utf-8") for source in sources)]
+            # Older files have no names of kinds of layers.
+            stored_names = json.dumps([stored, getattr(config, "layer_types", None)])
+            texts = [stored_names, *(source.read_text("utf-8") for source in sources)]
             _check_rope(value, set(re.findall(r"\w+", " ".join(texts))), f"{path}{name}")
 
 
@@ -125,7 +127,7 @@ def _check_rope(rope: Mapping[str, Any], known: Collection[str], path: str) -> N
         if isinstance(value, dict):  # of one kind of layers
             _check_rope(value, known, f"{path}.{name}")
         for word in (name, value) if name in ("rope_type", "type") else (name,):
-            if word not in known:
+            if word is not None and word not in known:
                 near = difflib.get_close_matches(str(word), sorted(known), n=1)
                 hint = f'; did you mean "{near[0]}"?' if near else ""
                 raise StartError(f'config-override: {path} has no "{word}"{hint}', Exit.USAGE)
