@@ -30,6 +30,7 @@ from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
 from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embedder, load_config, model_class
 from worker.engines.transformers.loop import requests
+from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
@@ -335,6 +336,12 @@ def test_a_load_counts_on_the_least_kv_cache_only(tmp_path: Path) -> None:
     assert estimate.least_context(chosen, 400) == 100
     assert estimate.least_context(dataclasses.replace(chosen, parallel=16, contexts=4), 400) == 100
     assert estimate.least_context(dataclasses.replace(chosen, kv_tokens=64), 400) == 400
+
+
+def test_rows_of_full_contexts_are_no_more_than_the_contexts(tmp_path: Path) -> None:
+    chosen = options(tmp_path, parallel=16, contexts=4)
+    assert backends.aligned_rows(chosen, 96) == 4
+    assert backends.aligned_rows(dataclasses.replace(chosen, kv_tokens=200), 96) == 2
 
 
 def assert_static_covers(chosen: Estimate, facts: Checkpoint, found: meta_model.Traced | None = None) -> None:

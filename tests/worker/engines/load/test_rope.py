@@ -173,6 +173,11 @@ def test_an_override_of_rope_is_unknown_to_a_family_without_it(tmp_path: Path) -
     )
 
 
+def test_an_override_of_rope_may_leave_its_kind_open(folder: Path) -> None:
+    override = '{"rope_parameters": {"rope_type": null, "rope_theta": 7.0}}'
+    assert load_config(options(folder, config_override=override)).rope_parameters["rope_theta"] == 7.0
+
+
 def test_an_override_of_rope_by_kind_of_layers_needs_no_kinds_in_config_json(tmp_path: Path) -> None:
     made = tiny.make("gemma3_text", tmp_path / "gemma3_text")
     stored = json.loads((made / "config.json").read_text())

@@ -143,7 +143,8 @@ def make_runner(
 
 def aligned_rows(options: ModelOptions, ctx_size: int) -> int:
     """Rows of an aligned cache. It is one tensor `[rows, ctx_size]` per layer, so `kv_tokens` buys whole rows only."""
-    return min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
+    contexts = options.kv_tokens // ctx_size if options.kv_tokens else options.contexts or options.parallel
+    return min(options.parallel, contexts)
 
 
 def make_adapters(
