@@ -4,6 +4,7 @@ Each child is a few lines that attach first and then do what the test is about.
 """
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -195,3 +196,12 @@ def test_attaching_comes_before_large_imports() -> None:
         assert child.exit() == 0
         assert child.log == "[]"
     assert supervision.ORPHANED == Exit.ORPHANED
+
+
+def test_imports_make_no_full_collection() -> None:
+    before, full = gc.get_threshold(), gc.get_stats()[2]["collections"]
+    with supervision.importing():
+        kept: list[list[int]] = [[] for _ in range(1_000_000)]
+        assert gc.get_stats()[2]["collections"] == full
+    assert gc.get_threshold() == before
+    assert len(kept) == 1_000_000

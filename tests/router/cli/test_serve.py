@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from router.cli.serve import (
     ESSENTIAL,
     _check_locking,
+    _freeze_collector,
     _say,
     _state_folder,
     _Stop,
@@ -30,6 +32,19 @@ async def stop_after_failure_of(name: str) -> _Stop:
     loop = asyncio.get_running_loop()
     loop.call_exception_handler({"message": "has ended", "exception": task.exception(), "task": task})
     return stop
+
+
+def test_objects_from_before_serving_are_exempt_from_garbage_collection() -> None:
+    before = gc.get_threshold()
+    gc.disable()
+    try:
+        _freeze_collector()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+        gc.enable()
 
 
 def test_sleep_memory_above_the_lock_limit_is_rejected() -> None:
