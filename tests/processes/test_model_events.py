@@ -72,7 +72,7 @@ async def test_what_a_worker_beside_another_does_is_not_what_the_model_does(up: 
         await up.becomes("twin", "loaded", replicas={"ready": 2, "open": 2, "least": 2, "most": 2})
         assert told(events, "twin") == [*BEGINS, LOADED]
         slots = (await up.client.get("/slots", params={"model": "twin"})).json()
-        assert [slot["id"] for slot in slots] == list(range(8))
+        assert [slot["id"] for slot in slots] == list(range(32))
         await up.client.post("/models/load?wait=1", json={"model": "a"})
         first = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("a")))
         await up.becomes("a", "loaded", in_flight=1)
