@@ -1019,7 +1019,7 @@ def _kernels_of(model: Any) -> Facts:
 def ahead(setting: Setting) -> Facts:
     """The gain of launching a step before the previous one has finished. The model is small: its steps take about as
     long on the device as on the host, so both ways differ most."""
-    tool, rows, tokens = bench(), 2 if setting.on_cpu else 16, 12 if setting.on_cpu else 96
+    tool, rows, tokens = bench(), 2 if setting.on_cpu else 16, 32 if setting.on_cpu else 96
     shape = tool.SHAPES["tiny"] if setting.on_cpu else replace(tool.SHAPES["35m"], dtype="bfloat16")
     snapshot = kept(
         setting, "ahead-llama", lambda path: tool.make_snapshot(shape, path, setting.device, positions=1024)
