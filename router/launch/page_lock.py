@@ -8,7 +8,6 @@ reads block: the router must neither grow nor stall, nor be what the kernel kill
 import asyncio
 import contextlib
 import json
-import os
 import resource
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -130,12 +129,9 @@ class PageLocker:
         """The process, which is started if none runs. Raises NotLocked."""
         async with self._starting:
             if self._process is None:
-                env = {"PATH": os.environ.get("PATH", "")}
                 argv = (sys.executable, "-I", "-S", str(_PROGRAM))
                 try:
-                    self._process = await asyncio.create_subprocess_exec(
-                        *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env
-                    )
+                    self._process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
                 except OSError as error:
                     raise NotLocked(f"the page locker cannot be used: {error.strerror or error}") from None
                 reader = asyncio.create_task(self._read_replies(self._process), name="page locker")

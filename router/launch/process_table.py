@@ -410,7 +410,6 @@ class Guard:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={"PATH": os.environ.get("PATH", "")},
             start_new_session=True,
         )
         assert self._process.stdin is not None

@@ -23,6 +23,7 @@ def test_kills_in_the_middle_of_swaps_leave_nothing_over_and_the_next_request_wo
     pick = random.Random(random.randrange(1 << 30))
     with chaos.house() as house:
         house.logs("is warm")
+        assert len(house.of("guard")) == 1
         last = "one"
         assert chaos.ask(house.port, last).whole
         for kind in ("worker", "fork-server", "router"):
