@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests import tiny
 from tests.worker.every_kind import comparable, prompts, requests
 from tests.worker.loaded import DEADLINE, GREEDY, CollectedChoice, collect_choices, generation, load, serving
+from worker.engines.transformers.load import fused_norms
 from worker.images import EncodedImage
 from worker.interface import AdapterChoice, EncoderInput, GenerationRequest
 from worker.protocol.argv import AdapterSource, encode_adapters
@@ -72,6 +74,16 @@ async def test_a_quantized_cache_gives_the_text_of_the_cpu(kind: str, tmp_path: 
     wanted = [generation(each, max_tokens=12) for each in prompts()]
     found = [await answers(folder, device, wanted, kv_cache_dtype=kind) for device in (DEVICE, "cpu")]
     assert comparable(found[0]) == comparable(found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_norms_round_like_those_of_the_cpu(dtype: torch.dtype) -> None:
+    norms = [LlamaRMSNorm(4096).to(dtype).requires_grad_(False) for _ in range(2)]
+    fused = norms[1].to(DEVICE)
+    assert fused_norms.fuse(fused) == 1
+    hidden_states = torch.randn(64, 1, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, expected = fused(hidden_states.to(DEVICE)).cpu().float(), norms[0](hidden_states).float()
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 async def test_adapters_give_the_text_of_the_cpu(tmp_path: Path) -> None:

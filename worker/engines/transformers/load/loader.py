@@ -18,6 +18,7 @@ import transformers
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.load import (
+    fused_norms,
     layer_split,
     quantization,
     safetensors,
@@ -102,6 +103,8 @@ def load_model(
                 loaded = load.load_stored(built)
         if built is None:
             _set_up(loaded.model, attention)
+        if device.type != "cpu":
+            fused_norms.fuse(loaded.model)
         return loaded
     except Exception as error:
         if cuda_errors.is_exhausted(error):
