@@ -89,11 +89,22 @@ async def test_a_device_with_a_problem_is_shown_as_full_and_its_problem_is_logge
     devices: SlowDevices, sampler: DeviceSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.problems = {GPU0: "cuda:0 cannot be read: GPU is lost"}
-    for _ in range(2):
+    for _ in range(3):
         assert used(await sampler.refresh()) == [8 * GIB, 0]
     assert caplog.messages == ["cuda:0 cannot be read: GPU is lost: no worker is started there"]
     devices.problems = {}
     assert used(await sampler.refresh()) == [0, 0]
+
+
+async def test_workers_see_devices_by_uuid_where_the_driver_gives_one() -> None:
+    class Named(FixedDevices):
+        def read(self) -> list[Reading]:
+            return [replace(each, uuid="GPU-12" if each.id == GPU1 else "") for each in super().read()]
+
+    sampler = DeviceSampler(Named({GPU0: GIB, GPU1: GIB, CPU: GIB}), lambda: None)
+    await sampler.start()
+    assert sampler.visible({"cuda:0": GPU1, "cuda:1": GPU0, "cpu": CPU}) == "GPU-12,0"
+    sampler.close()
 
 
 async def test_a_driver_that_hangs_delays_no_caller_and_its_devices_are_shown_as_full(devices: SlowDevices) -> None:

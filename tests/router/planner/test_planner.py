@@ -53,6 +53,8 @@ def test_on_many_devices_a_split_takes_an_aligned_run() -> None:
     assert len(plan.waits[99].victims) == 1
     plan = decide([demand(99, 20, 20, on=GPU)], busy[:6], dict.fromkeys(GPU, 100))
     assert places(plan) == {99: (GPU[12], GPU[13])}
+    plan = decide([demand(99, 20, 20, on=GPU)], busy[:7], dict.fromkeys(GPU, 100))
+    assert places(plan) == {99: (GPU[14], GPU[15])}
 
 
 # 2. It fits without some residents: claim
@@ -122,6 +124,22 @@ def test_a_busy_worker_stays_until_its_minimum_residency_is_over() -> None:
     plan = decide([demand(9, 60, since=LATE)], residents, ONE)
     assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + 5, "residency")
     assert evicted(decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 5)) == [1]
+
+
+def test_a_busy_worker_whose_minimum_residency_is_just_over_stays_for_swap_patience() -> None:
+    residents = [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW)]
+    assert decide([demand(9, 60)], residents, ONE).waits[9].cause == "busy"
+
+
+def test_a_best_effort_victim_beside_a_required_one_disturbs_less_than_two_required_ones() -> None:
+    """The second device has the older workers. The bound that skips places may not rank it first."""
+    residents = [
+        resident(1, {GPU[0]: 50}, last_used=NOW - 20),
+        resident(2, {GPU[0]: 50}, last_used=NOW - 20, busy=True, best_effort=True),
+        resident(3, {GPU[1]: 50}, last_used=NOW - 90),
+        resident(4, {GPU[1]: 50}, last_used=NOW - 90, busy=True),
+    ]
+    assert evicted(decide([demand(9, 100, on=GPU[:2], since=LATE)], residents, TWO)) == [1, 2]
 
 
 def test_all_sets_of_eight_devices_are_tried() -> None:
