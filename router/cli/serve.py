@@ -55,8 +55,9 @@ log = logging.getLogger("router.cli.serve")
 # New objects between two collections of the youngest generation. Python's default of 700 suits small programs.
 GARBAGE = 10_000
 
-READERS, MOST_READERS = "disk", 32  # threads that read files: prefix of their names, and their number
-LAST_READ = 2.0  # seconds that they get after everything else has ended
+DISK = "disk"  # prefix of the names of threads that read and write files
+MOST_READERS = 32  # threads that read files
+LAST_ACCESS = 2.0  # seconds that they get after everything else has ended
 LAST_MOMENT = 2.0  # seconds to send the last answers after all workers have exited
 NO_THREAD = "can't start new thread"  # CPython's message, the only mark of this RuntimeError
 # Tasks, by name, without which the router must not go on: without readings every plan is a guess.
@@ -94,14 +95,14 @@ def _freeze_collector() -> None:
 
 
 def _ended(code: int) -> int:
-    """Return `code` once no thread reads a disk. If a disk does not answer, leave the process at once: its threads
+    """Return `code` once no thread uses a disk. If a disk does not answer, leave the process at once: its threads
     cannot be joined."""
-    until = time.monotonic() + LAST_READ
+    until = time.monotonic() + LAST_ACCESS
     for thread in threading.enumerate():
-        if thread.name.startswith(READERS):
+        if thread.name.startswith(DISK):
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                log.warning("a disk does not answer; what was read there is not waited for")
+                log.warning("a disk does not answer and is not waited for")
                 logging.shutdown()
                 os._exit(code)
     return code
@@ -135,7 +136,7 @@ async def _main(
 def _readers() -> Iterator[None]:
     """The thread pool for file reads of the event loop. It has so many threads that folders on a disk that does not
     answer leave some free. The end of the loop does not wait for them."""
-    readers, loop = ThreadPoolExecutor(MOST_READERS, thread_name_prefix=READERS), asyncio.get_running_loop()
+    readers, loop = ThreadPoolExecutor(MOST_READERS, thread_name_prefix=DISK), asyncio.get_running_loop()
     loop.set_default_executor(readers)
     try:
         yield
@@ -238,7 +239,7 @@ def _fleet(
     loaded: LoadedPresets,
 ) -> Fleet:
     """The fleet of a router, after its first plan. Raises ConfigError."""
-    writer = ThreadPoolExecutor(1, thread_name_prefix="estimates")
+    writer = ThreadPoolExecutor(1, thread_name_prefix=f"{DISK}-estimates")
     fleet = Fleet(
         launcher=launcher,
         learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),

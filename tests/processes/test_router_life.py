@@ -1,6 +1,7 @@
 """A router from its start to its end: signals, reloads, addresses, what a supervisor sees."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -104,7 +105,16 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
         assert {model["id"]: model["status"]["value"] for model in listed} == {"a": "loaded", "gone": "loading"}
         assert await up.end() == 0
         assert error_of(await asked) == (503, "draining")
-        await up.says("a disk does not answer; what was read there is not waited for")
+        await up.says("a disk does not answer and is not waited for")
+
+
+async def test_estimates_that_cannot_be_written_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
+        with (up.state / "estimates.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # as another router on a disk that does not answer
+            assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+            assert await up.end() == 0
+            await up.says("a disk does not answer and is not waited for")
 
 
 async def test_a_router_that_stops_rejects_waiting_requests_and_ends_event_streams_in_good_order(
