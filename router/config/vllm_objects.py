@@ -29,14 +29,15 @@ def speculative_config(text: str) -> dict[str, str]:
         raise ValueError(f"the method {shown(method)} is not offered; write model-draft, or spec-type = ngram-simple")
     if further := sorted(members.keys() - _SPECULATIVE.keys() - _FURTHER):
         raise ValueError(f"no key means the member {shown(further[0])}; remove it")
-    if int(members.get("draft_tensor_parallel_size", 1)) != 1:
+    if members.get("draft_tensor_parallel_size") not in (None, 1):
         raise ValueError("the draft model is on one device; remove draft_tensor_parallel_size")
     found = {key: str(members[member]) for member, key in _SPECULATIVE.items() if member in members}
     return found | ({"spec-type": "ngram-simple"} if method == "ngram" else {})
 
 
 def limit_mm_per_prompt(text: str) -> dict[str, str]:
-    """The same for `limit_mm_per_prompt`, which older versions write as `image=2,video=0`."""
+    """The keys that a `limit_mm_per_prompt` means. Older versions write it as `image=2,video=0`. Raises ValueError or
+    click.BadParameter."""
     if text.lstrip().startswith("{"):
         members: Mapping[str, Any] = _members(text)
     else:

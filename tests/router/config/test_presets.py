@@ -151,6 +151,10 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("chat-template-file = /x/not-utf8", "is not UTF-8 text"),
         ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name"),
         ("python = ./gone", "python: no file /etc/llm/gone"),
+        (
+            'speculative-config = {"model": "a/b", "draft_tensor_parallel_size": [2]}',
+            "the draft model is on one device; remove draft_tensor_parallel_size",
+        ),
         ("alias = a b", 'alias: "a b" is no model name'),
         ("env = A", "env: write NAME=value"),
         ("env.1A = x", 'unknown key "env.1A"'),
