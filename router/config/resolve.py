@@ -434,7 +434,7 @@ class _Resolution:
                 try:
                     if json.loads(self._disk.read(f"{folder}/{name}")).get("chat_template"):
                         return True
-                except (OSError, ValueError, AttributeError):
+                except (OSError, ValueError, AttributeError, RecursionError):
                     return True
         return False
 

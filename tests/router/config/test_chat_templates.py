@@ -158,6 +158,14 @@ def test_the_checkpoints_own_template_takes_precedence_over_some_names(name: str
     assert (loaded.presets["m"].chat_template, loaded.warnings) == (jinja(name), ())
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{"])
+def test_a_damaged_file_may_contain_a_template(content: str) -> None:
+    disk = Disk()
+    disk.texts["/etc/llm/models/qwen/tokenizer_config.json"] = content
+    loaded = read("[m]\nmodel = ./models/qwen\nchat-template = kimi-k2", disk=disk)
+    assert loaded.presets["m"].chat_template == ""
+
+
 def test_a_template_in_a_file_of_its_own_counts_as_the_checkpoints() -> None:
     loaded = read(
         "[*]\nchat-template = kimi-k2\n[m]\nmodel = ./models/qwen\n[n]\nmodel = demo:a",
