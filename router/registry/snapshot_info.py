@@ -112,11 +112,12 @@ def _read_texts(folder: Path) -> SnapshotTexts:
     tokenizer = json_object(folder / "tokenizer_config.json")
     template = tokenizer.get("chat_template")
     if isinstance(template, list):  # several templates, by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), "")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), "")
     if not template:  # older checkpoints of vision models have it in a file of its own
         template = json_object(folder / "chat_template.json").get("chat_template", "")
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        template = (folder / "chat_template.jinja").read_text()
+        template = (folder / "chat_template.jinja").read_text("utf-8")
     tokens = [tokenizer.get(name) for name in ("bos_token", "eos_token")]
     bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in tokens)
     generation = json_object(folder / "generation_config.json")

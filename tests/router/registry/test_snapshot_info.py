@@ -1,6 +1,10 @@
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, UnknownCheckpoint
@@ -44,6 +48,32 @@ class Slow(FakeFiles):
         self.begun.set()
         await self.may_end.wait()
         return facts
+
+
+class InFolder(FakeFiles):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def find(self, preset: Preset) -> str:
+        return str(self.folder)
+
+
+@pytest.mark.parametrize(
+    ("stated", "shown"),
+    [
+        ("{{ a }}", "{{ a }}"),
+        ([{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ a }}"}], "{{ a }}"),
+        (["default", {"name": "default", "template": "{{ a }}"}], "{{ a }}"),
+        ({"default": "{{ a }}"}, ""),
+        (7, ""),
+    ],
+)
+async def test_a_template_of_any_form_is_shown_or_left_out(stated: object, shown: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stated}))
+    info = SnapshotInfo(InFolder(tmp_path), cast(Any, SimpleNamespace(listed={})))
+    await info.facts(MINE)
+    assert (await info.texts(MINE)).chat_template == shown
 
 
 async def test_files_that_were_being_read_before_a_reload_are_read_again_after_it() -> None:
