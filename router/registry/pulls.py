@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
-from router.config.presets import Preset, repository
+from router.config.presets import HUB, Preset, repository
 from router.errors import (
     ApiError,
     BadRequest,
@@ -244,7 +244,11 @@ class Pull:
 async def presets_using_files(registry: Registry, preset: Preset) -> list[str]:
     """The ids of models from presets or folders that need the files of a cached model."""
     others = [listed.preset for listed in registry.shared_workers.listed.values() if listed.preset.source != "cache"]
-    near = [other for other in others if other.path or other.tokenizer or other.repo == preset.repo]
+    near = [
+        other
+        for other in others
+        if other.path or other.tokenizer or other.model_draft or other.adapters or other.repo == preset.repo
+    ]
     return await asyncio.to_thread(_presets_using_files, registry, preset, near) if near else []
 
 
@@ -255,7 +259,10 @@ def _presets_using_files(registry: Registry, preset: Preset, others: Sequence[Pr
     def needs(other: Preset) -> bool:
         if other.repo == preset.repo and other.revision == preset.revision:
             return True
-        paths = [Path(name).resolve() for name in (other.path, other.tokenizer) if name]
+        further = (other.model_draft, *(adapter.path for adapter in other.adapters))
+        if any(name.startswith(f"{HUB}{preset.repo}:") for name in further):
+            return True
+        paths = [Path(name).resolve() for name in (other.path, other.tokenizer, *further) if name]
         return any(folder in path.parents for path in paths) or (
             other.repo == preset.repo and ours is not None and registry.files.find(other) == ours
         )

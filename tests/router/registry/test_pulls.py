@@ -1,4 +1,5 @@
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,10 +7,12 @@ import pytest
 
 from router.api import ollama
 from router.api.call import FrameStream
+from router.config.presets import Preset
 from router.errors import ModelNotFound
 from router.fleet.worker import State
 from router.registry.auth import NO_KEY
-from router.registry.pulls import HubModels
+from router.registry.pulls import HubModels, presets_using_files
+from worker.protocol.argv import AdapterSource
 
 WORKER: Any = SimpleNamespace(id=1, state=State.DOWNLOADING, leases=())
 
@@ -36,6 +39,27 @@ def hub_and_retired() -> tuple[Hub, list[Any]]:
     hub = Hub(registry)
     hub.listed = asyncio.Event()
     return hub, retired
+
+
+async def test_a_preset_needs_its_draft_model_its_adapters_and_its_own_files(tmp_path: Path) -> None:
+    cached = Preset(id="org/small", source="cache", repo="org/small")
+    folder = f"{tmp_path}/models--org--small/snapshots/c0"
+    presets = [
+        Preset(id="same", repo="org/small"),
+        Preset(id="folder", path=folder),
+        Preset(id="tokenizer", path="/models/a", tokenizer=folder),
+        Preset(id="draft", path="/models/a", model_draft="hub:org/small:v2"),
+        Preset(id="draft folder", path="/models/a", model_draft=folder),
+        Preset(id="adapter", path="/models/a", adapters=(AdapterSource(name="x", path="hub:org/small:main"),)),
+        Preset(id="none", path="/models/a", model_draft="hub:org/smaller:main"),
+    ]
+    registry: Any = SimpleNamespace(
+        settings=SimpleNamespace(hub_cache=str(tmp_path)),
+        shared_workers=SimpleNamespace(listed={preset.id: SimpleNamespace(preset=preset) for preset in presets}),
+        files=SimpleNamespace(find=lambda preset: preset.path or None),
+    )
+    found = await presets_using_files(registry, cached)
+    assert found == ["same", "folder", "tokenizer", "draft", "draft folder", "adapter"]
 
 
 async def test_a_pull_whose_client_disconnects_before_the_first_line_ends_its_download() -> None:
