@@ -51,7 +51,10 @@ class Line:
 
     def is_about(self, model: str) -> bool:
         """True if the line is of this model's worker, or of the router about it."""
-        return self.logger == f"worker.{model}" or f"{model}#" in self.message or f"model={model} " in self.message
+        if self.logger == f"worker.{model}":
+            return True
+        words = f" {self.message}"
+        return any(f" {name}" in words for name in (f"{model}#", f"{model}: ", f"model={model} "))
 
 
 def set_up(level: str, form: str) -> None:

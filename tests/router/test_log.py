@@ -12,7 +12,7 @@ import pytest
 
 from router.api.request_log import request_line
 from router.events import Event
-from router.log import LogQueue, Ring, _Json, _Text, plan_line, size, state_line
+from router.log import Line, LogQueue, Ring, _Json, _Text, plan_line, size, state_line
 
 MIB = 1 << 20
 
@@ -50,6 +50,24 @@ def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
     assert "\n" not in text
     assert "\x1b" not in text
     assert json.loads(_Json().format(record("a\nb")))["message"] == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("logger", "message", "is_about"),
+    [
+        ("worker.a", "loading", True),
+        ("worker.demo-a", "loading", False),
+        ("router.fleet.fleet", "a#3 starting→ready", True),
+        ("router.fleet.fleet", "evict a#3 reason=evicted", True),
+        ("router.fleet.fleet", "demo-a#3 starting→ready", False),
+        ("router.fleet.fleet", "a: 2 requests refused (queue_full): full", True),
+        ("router.fleet.fleet", "demo-a: 2 requests refused (queue_full): full", False),
+        ("router.http.access", "- POST / 200 0.1s model=a rid=1", True),
+        ("router.http.access", "- POST / 200 0.1s model=demo-a rid=1", False),
+    ],
+)
+def test_a_line_is_about_a_model_that_it_names_as_a_whole_word(logger: str, message: str, is_about: bool) -> None:
+    assert Line(1, 0.0, "info", logger, message).is_about("a") is is_about
 
 
 def test_a_python_warning_is_a_line_of_the_log() -> None:
