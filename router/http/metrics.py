@@ -191,15 +191,16 @@ class Metrics:
         """The text of llama-server's metrics about one model."""
         worker = self._fleet.models[model].open if model in self._fleet.models else None
         pulse = worker.pulse if worker is not None and worker.pulse is not None else NO_PULSE
+        tokens, seconds = self._token_count.count, self._step_seconds.count
         rows: Mapping[str, tuple[float, str]] = {
             "prompt_tokens_total": (
-                self._tokens(model, "prompt") - self._tokens(model, "cached"), "Prompt tokens computed."
+                tokens(model, "prompt") - tokens(model, "cached"), "Prompt tokens computed."
             ),
-            "prompt_tokens_cached_total": (self._tokens(model, "cached"), "Prompt tokens found in the cache."),
-            "prompt_seconds_total": (self._seconds(model, "prefill"), "Seconds of prefill, summed over prompts."),
-            "tokens_predicted_total": (self._tokens(model, "completion"), "Tokens generated."),
+            "prompt_tokens_cached_total": (tokens(model, "cached"), "Prompt tokens found in the cache."),
+            "prompt_seconds_total": (seconds(model, "prefill"), "Seconds of prefill, summed over prompts."),
+            "tokens_predicted_total": (tokens(model, "completion"), "Tokens generated."),
             "tokens_predicted_seconds_total": (
-                self._seconds(model, "decode"), "Seconds after the first token, summed over answers."
+                seconds(model, "decode"), "Seconds after the first token, summed over answers."
             ),
             "n_decode_total": (pulse.steps, "Steps of the model."),
             "n_busy_slots_per_decode": (
@@ -228,12 +229,6 @@ class Metrics:
             lines += [f'{name}{{position="{at}"}} {float(count)}\n' for at, count in enumerate(pulse.accepted_at)]
         return "".join(lines).encode()
 
-    def _tokens(self, model: str, kind: str) -> float:
-        return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
-
-    def _seconds(self, model: str, stage: str) -> float:
-        return self._registry.get_sample_value("router_step_seconds_total", {"model": model, "stage": stage}) or 0.0
-
 
 def _kind(name: str) -> str:
     return "counter" if name.endswith("_total") or name == "n_tokens_max" else "gauge"  # as in llama-server
@@ -248,6 +243,9 @@ class RequestCounter(Collector):
 
     def add(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def count(self, *labels: str) -> float:
+        return self._counts.get(labels, 0.0)
 
     def forget(self, model: str) -> None:
         """Drop the series whose first label is `model`."""
