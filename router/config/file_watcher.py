@@ -69,15 +69,16 @@ async def _watch(
     paths: Sequence[Path], reported: list[object], changed: Callable[[], None], quiet: float, interval: float
 ) -> None:
     """Compare the files with their `reported` state until cancelled."""
+    folders = await asyncio.to_thread(_folders, paths)
     while True:
-        folders = _folders(paths)
         async with contextlib.aclosing(_triggers(folders, interval)) as triggers:
             async for _ in triggers:
                 state = await _settled(paths, reported, quiet)
                 if state != reported:
                     reported = state
                     changed()
-                if folders != await asyncio.to_thread(_folders, paths):
+                before, folders = folders, await asyncio.to_thread(_folders, paths)
+                if folders != before:
                     break
 
 
