@@ -139,7 +139,8 @@ def _stream(http: httpx.Client, body: object) -> Iterator[tuple[str, bool]]:
     """The texts of an answer as they arrive, and False for those of its reasoning. Raises ChatError, HTTPError."""
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:
-            raise ChatError(response.read() and response.json()["error"]["message"])
+            response.read()
+            raise ChatError(_reason(response))
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -150,3 +151,11 @@ def _stream(http: httpx.Client, body: object) -> Iterator[tuple[str, bool]]:
                 for member in ("reasoning_content", "content"):
                     if text := choice["delta"].get(member):
                         yield text, member == "content"
+
+
+def _reason(response: httpx.Response) -> str:
+    """The message of an error response; the status of one that is not the router's, but for example a proxy's."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.url.host} answered {response.status_code}"

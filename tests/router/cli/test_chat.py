@@ -79,3 +79,11 @@ def test_the_named_model_is_asked_and_a_router_that_refuses_the_list_ends_the_ch
         assert [chat._first(http, model) for model in ("org/m", "m", "./folder")] == ["org/m", "org/m", "first"]
         with pytest.raises(chat.ChatError, match="401"):
             chat._first(http, "m")
+
+
+@pytest.mark.parametrize("body", ["<h1>Bad Gateway</h1>", "[]", '{"error": "down"}'])
+def test_an_error_of_a_proxy_is_named_by_its_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str
+) -> None:
+    assert talk(monkeypatch, "hello\n", httpx.Response(502, text=body)) == (1, [["hello"]])
+    assert capsys.readouterr().err.endswith("router answered 502\n")
