@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from router.cli import hub_headers
 from router.cli.estimate_report import DeviceReport, Report, device_line
 from router.cli.worker_program import WorkerProgramError, run_worker
 from router.config.presets import Preset
@@ -260,5 +259,7 @@ def _files(preset: Preset, machine: Machine, temporary: Path) -> tuple[Path, str
             f"{preset.id}: the files of {preset.repo} at {preset.revision} are not here, and --offline forbids asking"
             " the hub; leave it out, or name a folder"
         )
+    from router.cli import hub_headers  # Imported late: it brings an HTTP client, which no other estimate needs.
+
     hub_headers.skeleton(preset.repo, preset.revision, temporary, environ=environ, token=settings.hf_token)
     return temporary, f"{preset.repo} at {preset.revision}, headers from the hub"

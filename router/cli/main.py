@@ -17,7 +17,6 @@ from typing import Any
 import click
 
 from router import __version__
-from router.cli import check as checks
 from router.cli import client, options
 from router.cli.options import command_params, given_options, with_names
 from router.cli.worker_packages import missing_packages
@@ -265,6 +264,9 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 def check(
     ctx: click.Context, /, names: tuple[str, ...], effective: bool, memory: bool, as_json: bool, **params: Any
 ) -> int:
+    from router.cli import check as checks  # Imported late: it reads checkpoints.
+    from router.cli import estimate  # Imported late: it reads devices.
+
     files = [name for name in names if not _is_model(name)]
     if len(files) > 1:
         raise click.UsageError(f"{' and '.join(files)}: one file of presets at a time; check each alone.", ctx)
@@ -282,8 +284,6 @@ def check(
     misfits: dict[str, str] = {}
     if effective:
         document["options"] = written.options(parsed)
-    from router.cli import estimate  # Imported late: it reads devices.
-
     warnings = estimate.unused_placement(loaded, os.environ)
     if memory and not loaded.problems:
         machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))

@@ -391,10 +391,12 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert run(capsys, "--version")[:2] == (0, f"router, version {__version__}\n")
 
 
-def test_a_command_line_needs_neither_server_nor_gpu_libraries() -> None:
-    code = (
-        "import sys, router.cli.main; print([m for m in ('aiohttp', 'pynvml', 'torch', 'asyncio') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("main", ("aiohttp", "pynvml", "torch", "asyncio", "router.memory")), ("estimate", ("aiohttp", "torch", "httpx"))],
+)
+def test_a_command_imports_only_what_it_needs(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, router.cli.{module}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
