@@ -310,9 +310,9 @@ class SettingReader:
         if word.accepts(text):
             return
         message = f'"{written.lstrip("-")}" {word.message}' if place.line else word.message  # else it names the option
-        self._have_no_effect(spelling.name if place.line else written, place, message)  # several variables may mean one
+        self.have_no_effect(spelling.name if place.line else written, place, message)  # several variables may mean one
 
-    def _have_no_effect(self, name: str, place: Problem, message: str) -> None:
+    def have_no_effect(self, name: str, place: Problem, message: str) -> None:
         """Record that `name` has no effect; an error with --strict-presets."""
         if self.strict:
             self._fail(place, message)
@@ -383,7 +383,7 @@ class SettingReader:
         value = key.kind(text)
         if key.name == "spec-type" and _MTP in re.split(r"[\s,]+", text.lower()):
             message = f"{_MTP} drafts nothing here, and answers are the same: write model-draft, or ngram-simple"
-            self._have_no_effect(_MTP, place, f"{place.key}: {message}" if place.line else message)
+            self.have_no_effect(_MTP, place, f"{place.key}: {message}" if place.line else message)
         if key.name == "model-draft" and value:
             return self._draft(value, place)
         if key.path and value and (key.name != "python" or "/" in value):

@@ -5,7 +5,7 @@ Also rejects settings that contradict each other. Pure functions; the disk is re
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,14 @@ _NEUTRAL_ROPE: Mapping[str, tuple[float | str, ...]] = {
     "rope-scaling": ("",), "rope-scale": (1,), "rope-freq-scale": (0, 1), "alpha-value": (1,),
     "yarn-attn-factor": (0, -1, 1), "yarn-beta-slow": (0, -1, 1), "yarn-beta-fast": (0, -1, 32),
 }  # fmt: skip
+_NO_DRAFTS = "nothing drafts tokens; write model-draft, or spec-type = ngram-simple"
+_NO_ADAPTERS = "adapters are not enabled; write lora, or enable-lora = on"
+# Keys of a feature: when a preset uses it, and otherwise the reason for which the key has no effect.
+_PARTS: Mapping[str, tuple[Callable[[Preset], object], str]] = {
+    **dict.fromkeys(("draft-max", "draft-min"), (lambda it: it.model_draft or it.spec_type != "none", _NO_DRAFTS)),
+    "spec-ngram-size-n": (lambda it: it.spec_type != "none", "write spec-type = ngram-simple"),
+    **dict.fromkeys(("max-loras", "max-lora-rank", "max-cpu-loras"), (lambda it: it.adapter_slots, _NO_ADAPTERS)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,8 @@ class _Resolution:
         self._file = file
         self._sections: list[str] = []  # names in the file
         self._swap_patience, self._strict_fields = swap_patience, strict_fields
+        self._used_parts: set[Problem] = set()  # places of keys of features that a model uses
+        self._unused_parts: dict[Problem, tuple[str, str]] = {}  # of others: the key, and the reason
 
     def load(
         self,
@@ -145,6 +155,7 @@ class _Resolution:
             if preset is not None:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
+        self._warn_of_unused_parts()
         self._reader.finish()
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings, named)
@@ -231,9 +242,23 @@ class _Resolution:
             message = f"min-residency must not be more than --swap-patience, {plain(self._swap_patience)} s"
             self._fail(settings["min-residency"].place, message)
         aliases = tuple(alias for alias in fields.pop("aliases", ()) if alias != section.name)
-        return Preset(
+        preset = Preset(
             id=section.name, aliases=aliases, strict_fields=self._strict_fields, origins=origins, **fields
         )  # fmt: skip
+        for name, (is_used, why) in _PARTS.items():
+            setting = settings.get(name)
+            if setting is not None and is_used(preset):
+                self._used_parts.add(setting.place)
+            elif setting is not None and setting.value:  # 0 is none, as without the feature
+                self._unused_parts[setting.place] = (name, why)
+        return preset
+
+    def _warn_of_unused_parts(self) -> None:
+        """Warn about keys of features that no model with the key uses. A key in [*] may be for one model of several."""
+        for place, (name, why) in self._unused_parts.items():
+            if place not in self._used_parts:
+                message = f"has no effect: {why}"
+                self._reader.have_no_effect(name, place, f"{place.key} {message}" if place.line else message)
 
     def _fields(self, settings: Layer) -> dict[str, Any]:
         fields: dict[str, Any] = {}

@@ -73,6 +73,27 @@ def test_each_value_of_a_key_changes_the_configuration_or_gives_a_message(key: P
         assert is_default(key, value), f"{key.name} = {value} changes nothing, and no message says so"
 
 
+# Keys of a feature, and a line that turns the feature on.
+PARTS = {
+    "draft-max = 5": "spec-type = ngram-simple",
+    "draft-min = 2": "model-draft = org/small",
+    "spec-ngram-size-n = 4": "spec-type = ngram-simple",
+    "max-loras = 2": "enable-lora = on",
+    "max-lora-rank = 32": "lora = org/a",
+    "max-cpu-loras = 9": "adapters-dir = ./dir",
+}
+
+
+@pytest.mark.parametrize("line", PARTS)
+def test_a_key_of_a_feature_that_no_model_uses_gives_a_warning(line: str) -> None:
+    name = line.partition(" = ")[0]
+    for lines in (f"[m]\nmodel = demo:a\n{line}", f"[*]\n{line}\n[n]\nmodel = demo:b\n[m]\nmodel = demo:a"):
+        (warning,) = read(lines, disk=DISK).warnings
+        assert warning.message.startswith(f"{name} has no effect")
+        assert read(f"{lines}\n{PARTS[line]}", disk=DISK).warnings == ()
+    assert read(f"[m]\nmodel = demo:a\n{line}", disk=DISK, strict=True).problems
+
+
 def is_default(key: PresetKey, value: str) -> bool:
     parsed = key.kind.convert(value, None, None)
     if key.field in ("", "sampling", "rope"):
