@@ -6,7 +6,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.errors import BadRequest, ModelNotFound
-from router.registry.registry import MOST_COMPARED, ModelNames
+from router.registry.registry import COMPARED_LENGTH, MOST_COMPARED, ModelNames
 from worker.protocol.argv import AdapterSource
 
 PRESETS = {
@@ -74,6 +74,15 @@ def test_an_unknown_name_is_compared_with_few_of_many_models() -> None:
     finally:
         sys.setprofile(None)
     assert 0 < compared <= MOST_COMPARED
+
+
+def test_a_long_unknown_name_is_compared_with_no_other() -> None:
+    known = "m" * COMPARED_LENGTH
+    names = ModelNames({known: Preset(id=known)})
+    with pytest.raises(ModelNotFound, match=f"did you mean {known}"):
+        names.find("n" + known[1:])
+    with pytest.raises(ModelNotFound, match="GET /v1/models lists all models"):
+        names.find("n" + known)
 
 
 def test_a_model_that_the_key_may_not_use_is_unknown() -> None:
