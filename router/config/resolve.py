@@ -228,6 +228,7 @@ class _Resolution:
         fields["rope"] = self._rope(settings, fields["rope"])
         fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].rank != OWN
         self._place(settings, fields)
+        self._drop_unused_on_cpu(settings, fields)
         self._choose_by_device(settings, fields)
         self._chunk(settings, fields)
         self._replicas(settings, fields)
@@ -300,11 +301,6 @@ class _Resolution:
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply n-gpu-layers, and reject contradictions between the keys of placement."""
         self._apply_gpu_layers(settings, fields)
-        for name in ("gpu-split", "split-mode") if fields.get("device") == ("cpu",) else ():
-            setting = settings.get(name)
-            # In [*] it is for the other models.
-            if setting is not None and setting.value not in ((), "auto") and setting.rank >= OWN:
-                self._warn(setting.place, f"{name} has no effect, because device is cpu; remove one of the two")
         shares = [share for share in fields.get("tensor_split", ()) if share]
         self._check_tensor_parallel(settings, fields, shares)
         count = len(shares) or fields.get("pipeline_parallel", 1)
@@ -319,6 +315,14 @@ class _Resolution:
             self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
         if fields.get("device") == ("cpu",):
             self._fail(place, "needs accelerators, and device is cpu; remove one of the two")
+
+    def _drop_unused_on_cpu(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Remove keys for accelerators from a model with device = cpu. In [*] they are for the other models."""
+        for name in ("gpu-split", "split-mode") if fields.get("device") == ("cpu",) else ():
+            setting = settings.pop(name, None)
+            fields.pop(preset_keys.BY_NAME[name].field, None)
+            if setting is not None and setting.value not in ((), "auto") and setting.rank > STAR:
+                self._warn(setting.place, f"{name} has no effect, because device is cpu; remove one of the two")
 
     def _check_tensor_parallel(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
         """Reject settings that contradict tensor parallelism."""

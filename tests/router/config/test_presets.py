@@ -642,6 +642,12 @@ def test_a_placement_on_accelerators_beside_the_cpu_causes_a_warning() -> None:
     assert warnings("[*]\ngpu-split = 8\n[m]\nmodel = org/m\ndevice = cpu\n") == [], "it is for other models"
 
 
+def test_a_model_on_the_cpu_has_no_keys_of_accelerators_about_which_a_load_would_warn_again() -> None:
+    preset = one("device = cpu\ngpu-split = 8\nsplit-mode = layer")
+    assert (preset.gpu_split, preset.split_mode) == ((), "auto")
+    assert not preset.origins.keys() & {"gpu-split", "split-mode"}
+
+
 def test_each_variable_without_a_meaning_is_named_though_several_stand_for_one_option() -> None:
     names = ("FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION", "FASTCHAT_WORKER_HEART_BEAT_INTERVAL")
     warnings = read("[m]\nmodel = demo:a", environ=dict.fromkeys(names, "45")).warnings
