@@ -24,6 +24,7 @@ from router.config.settings import Settings
 from router.errors import ApiError, BadRequest, DoesNotFit, ModelNotFound, PresetInvalid
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker
+from router.memory import checkpoint_facts
 from router.registry.registry import Registry, flag
 from worker.protocol.routes import ignored_fields
 
@@ -317,6 +318,9 @@ async def describe_model(call: ApiCall) -> ApiResult:
     registry, key = call.registry, call.key
     listed = registry.model(key, name_in_path(registry, key, call.path["id"]))
     preset, model = listed.preset, listed.model
+    facts = await registry.snapshots.facts(preset)
+    # The files may be only on the hub.
+    batch = checkpoint_facts.rows(facts, preset) if facts is not None else preset.contexts
     shown = _status(model)
     groups: dict[tuple[str, int], list[Worker]] = defaultdict(list)
     for worker in model.workers:
@@ -333,7 +337,7 @@ async def describe_model(call: ApiCall) -> ApiResult:
                 {
                     "modelName": preset.id,
                     "modelUrl": _url(preset, admin=registry.access.is_admin(key)),
-                    "batchSize": max((worker.rows for worker in model.workers), default=preset.contexts),
+                    "batchSize": max((worker.rows for worker in model.workers), default=batch),
                     "maxBatchDelayMillis": 0,
                     "maxIdleSeconds": round(preset.replica_idle),
                     "queueSize": preset.queue_size,

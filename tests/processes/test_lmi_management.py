@@ -80,6 +80,7 @@ async def test_a_model_is_registered_described_listed_and_unregistered(up: Route
     assert (await client.post("/predictions/org/mine", json={"inputs": "a"})).status_code == 200
     model = await described(up, "org/mine")
     assert (model["queueSize"], model["maxIdleSeconds"], model["status"]) == (7, 9, "Healthy")
+    assert model["batchSize"] == (await described(up, "local"))["batchSize"] == 16, "loaded or not"
     (group,) = model["workerGroups"]
     assert (group["device"], group["minWorkers"], group["maxWorkers"]) == (
         {"deviceType": "cpu", "deviceId": -1}, 1, 1,
