@@ -531,6 +531,30 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: 
         assert any(len(batch) > 2 for batch in runner.batches)
 
 
+async def test_an_error_of_the_second_try_ends_its_request_and_no_other(llama: Path, model: Any) -> None:
+    asked, full = threading.Event(), list[Batch]()
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        assert asked.wait(DEADLINE)
+        if len(batch) == 3 and not full:
+            full.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        if full and any(map(is_marked, batch)):
+            raise IndexError("index out of range in self")
+
+    engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=3)
+    async with serving(engine):
+        prompts = [MARKED, PROMPT, (7, 8)]
+        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=9)) for prompt in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        failed, *others = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(failed, SequenceFailed)
+        expected = [generated(model, prompt, 9) for prompt in prompts[1:]]
+        assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
+        assert not engine.fatal.done()
+
+
 async def test_the_tensors_of_a_step_without_memory_are_free_before_it_is_tried_again(llama: Path) -> None:
     asked = threading.Event()
     failed: list[weakref.ref[torch.Tensor]] = []

@@ -94,42 +94,36 @@ class StepLauncher:
 
     def _compute(self, batch: Batch) -> list[LaunchedForward]:
         """Launch the batch. On a failure, return the forwards that succeeded; other sequences end or wait again."""
-        try:
-            return [self._launch_batch(batch)] if batch else []
-        except Exception as error:
-            if cuda_errors.is_sticky(error):
-                raise
-            is_exhausted, why = cuda_errors.is_exhausted(error), cuda_errors.one_line(error)
-        # Outside of the handler: until its end the error refers to the frames of the failed forward, and they to its
-        # tensors, which the next attempt could not use the memory of.
-        return self._with_fewer(batch, why) if is_exhausted else self._one_by_one(batch)
+        while batch:
+            try:
+                return [self._launch_batch(batch)]
+            except Exception as error:
+                if cuda_errors.is_sticky(error):
+                    raise
+                is_exhausted, why = cuda_errors.is_exhausted(error), cuda_errors.one_line(error)
+            # Outside of the handler: until its end the error refers to the frames of the failed forward, and they to
+            # its tensors, which the next attempt could not use the memory of.
+            if not is_exhausted:
+                return self._one_by_one(batch)
+            batch = self._with_fewer(batch, why)
+        return []
 
-    def _with_fewer(self, batch: Batch, why: str) -> list[LaunchedForward]:
-        """After out of memory: preempt the youngest sequence and compute the rest once more.
+    def _with_fewer(self, batch: Batch, why: str) -> Batch:
+        """After out of memory: preempt the youngest sequence, and return the rest of the batch.
 
         The youngest has the least to lose, and first come stays first served.
         """
         log.warning("out of memory in a step of %d sequences: %s", len(batch), why)
         youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
-        alone = len(batch) == 1
-        if youngest.preempted_for_memory or alone:
+        if youngest.preempted_for_memory or len(batch) == 1:
             # It was preempted for this before, or nothing else uses memory: waiting longer would not help.
             self._fail(youngest, SequenceFailed("device out of memory in this request's step; send a shorter prompt"))
         else:
             self._active.preempt(youngest)
-        rest = self._active.present(segment for segment in batch if segment.sequence is not youngest)
         if torch.cuda.is_available():
             # Blocks cached for the larger step are too small or fragmented for the smaller one.
             torch.cuda.empty_cache()
-        try:
-            return [self._launch_batch(rest)] if rest else []
-        except Exception as again:
-            if not cuda_errors.is_exhausted(again):
-                raise
-            for segment in rest:
-                if segment.sequence in self._active:
-                    self._fail(segment.sequence, SequenceFailed("device out of memory in a step of this request"))
-            return []
+        return self._active.present(segment for segment in batch if segment.sequence is not youngest)
 
     def _one_by_one(self, batch: Batch) -> list[LaunchedForward]:
         """After any other failure: compute each sequence alone, to find the one that causes it."""
