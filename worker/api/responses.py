@@ -176,10 +176,9 @@ def _input(fields: BodyFields, no_vision: str) -> list[Json]:
     if not isinstance(given, list) or not given:
         raise InvalidValue("input must be a string or an array of items", param="input")
     messages: list[Json] = []
-    reasoning_text = ""
     result_images: list[EncodedImage] = []
     for index, item in enumerate(given):
-        where = f"input[{index}]"
+        where, last = f"input[{index}]", messages[-1] if messages else {}
         if not isinstance(item, dict):
             raise InvalidValue(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
@@ -189,32 +188,26 @@ def _input(fields: BodyFields, no_vision: str) -> list[Json]:
             result_images = []
         if kind == "reasoning":
             content = item.get("content") or item.get("summary") or []
-            reasoning_text = join_texts(_parts(f"{where}.content", content, fields, USER_IMAGES_ONLY))
+            if text := join_texts(_parts(f"{where}.content", content, fields, USER_IMAGES_ONLY)):
+                messages.append({"role": "assistant", "reasoning_content": text})
         elif kind == "function_call_output":
             output = _parts(f"{where}.output", item.get("output"), fields, no_vision)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": join_texts(output)})
             result_images += [part for part in output if isinstance(part, EncodedImage)]
         elif kind == "function_call":
-            last = messages[-1] if messages else {}
-            if last.get("role") != "assistant" or reasoning_text:
-                messages.append({"role": "assistant", "content": None, "tool_calls": []})
-            call = _function_call(where, item)
-            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
-            reasoning_text = _set_reasoning(messages[-1], reasoning_text)
+            if last.get("role") != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("tool_calls", []).append(_function_call(where, item))
         elif kind == "message":
             content = _parts(f"{where}.content", item.get("content"), fields, no_vision)
-            messages.append({"role": item.get("role"), "content": join_content(content)})
-            if item.get("role") == "assistant":
-                reasoning_text = _set_reasoning(messages[-1], reasoning_text)
+            message = {"role": item.get("role"), "content": join_content(content)}
+            if message["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
+                last["content"] = message["content"]
+            else:
+                messages.append(message)
         else:
             raise UnsupportedField(f"{where}: items of this type are not supported; leave it out", param=where)
     return [*messages, {"role": "user", "content": result_images}] if result_images else messages
-
-
-def _set_reasoning(message: Json, reasoning_text: str) -> str:
-    if reasoning_text:
-        message["reasoning_content"] = reasoning_text
-    return ""
 
 
 def _function_call(where: str, item: Json) -> Json:

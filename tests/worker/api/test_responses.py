@@ -148,6 +148,21 @@ async def test_a_stream_reports_progress_and_timings_on_request() -> None:
         assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress,timings_per_token")
 
 
+async def test_reasoning_belongs_to_its_own_turn() -> None:
+    """An answer that was cut in its reasoning has no message of its own."""
+    made = model(
+        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+    )
+    cut, whole, again = (
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("cut", "all", "more")
+    )
+    asked = [{"role": "user", "content": "q"}, cut, {"role": "user", "content": "go on"}]
+    answered = [{"role": "assistant", "content": "a"}, again, whole, {"role": "assistant", "content": "b"}]
+    call = await responses({"input": [*asked, *answered]}, made)
+    turns = made.decode(call.generations[0].prompt).split("<")[1:]
+    assert turns == ["user>|q", "assistant>cut|", "user>|go on", "assistant>|a", "assistant>more|", "assistant>all|b"]
+
+
 async def test_reasoning_text_and_calls_are_items() -> None:
     async with serving(Speaking(SAID), chat_template=THINKING) as world, openai_client(world) as client:
         response: Any = await client.responses.create(**HI, tools=[WEATHER])
