@@ -43,11 +43,17 @@ def test_an_unregistered_adapter_leaves_its_slot_with_the_last_user() -> None:
     slots = LoraSlots(1)
     pinned = LoraAdapter(7, "p", "", pinned=True)
     slots.acquire(pinned)
-    slots.forget(pinned)
+    slots.keep_only({A.number})
     assert not slots.can_acquire(A)
     slots.release(pinned)
     assert slots.can_acquire(A)
-    slots.forget(A)
+    slots.acquire(pinned)
+    slots.release(pinned)
+    assert slots.can_acquire(A), "a request that waited meanwhile does not pin it again"
+    slots.acquire(A)
+    slots.keep_only({A.number})
+    slots.release(A)
+    assert slots.slot(A) == 0, "a registered one keeps its slot"
     slots.check_integrity()
 
 

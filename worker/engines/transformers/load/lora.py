@@ -218,9 +218,7 @@ class LoraAdapters:
             known = {adapter.number for adapter in self._adapters.values() if isinstance(adapter, LoraAdapter)}
             for number in [number for number in self._files if number not in known]:
                 del self._files[number]
-        for adapter in self._by_slot:
-            if adapter is not None and adapter.number not in known:
-                self.slots.forget(adapter)
+        self.slots.keep_only(known)
 
     def find(self, choice: AdapterChoice | None) -> AppliedAdapter | None:
         """The adapter for a request's choice; None: the base model. Raises AdapterNotFound."""

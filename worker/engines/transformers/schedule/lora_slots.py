@@ -6,6 +6,7 @@ slot until another one needs it; the least recently used goes first, a pinned on
 The tensors of the slots are in `load.lora`; this module handles numbers only.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 
@@ -43,7 +44,7 @@ class LoraSlots:
         # adapter number -> slot and adapter, least recently used first (dicts keep insertion order)
         self._slots: dict[int, tuple[int, LoraAdapter]] = {}
         self._users: dict[int, int] = {}  # adapter number -> running sequences
-        self._unregistered: set[int] = set()  # unregistered adapters that are still in use
+        self._registered: Set[int] | None = None  # adapter numbers; None: all
 
     def can_acquire(self, adapter: LoraAdapter) -> bool:
         """True if the adapter is in a slot, or a slot is free or held by an unused, unpinned adapter."""
@@ -73,16 +74,13 @@ class LoraSlots:
         self._users[adapter.number] -= 1
         if not self._users[adapter.number]:
             del self._users[adapter.number]
-            if adapter.number in self._unregistered:
-                self._free_slot(adapter.number)
+            self._free_if_gone(adapter.number)
 
-    def forget(self, adapter: LoraAdapter) -> None:
-        """Unregister: free the slot as soon as the last user has ended."""
-        if adapter.number not in self._slots:
-            return
-        self._unregistered.add(adapter.number)
-        if adapter.number not in self._users:
-            self._free_slot(adapter.number)
+    def keep_only(self, registered: Set[int]) -> None:
+        """Free the slots of adapters with other numbers: now, or as soon as the last user has ended."""
+        self._registered = registered
+        for number in list(self._slots):
+            self._free_if_gone(number)
 
     def slot(self, adapter: LoraAdapter) -> int:
         """Slot of an adapter in use."""
@@ -94,9 +92,13 @@ class LoraSlots:
         )
         return next(idle, None)
 
+    def _free_if_gone(self, number: int) -> None:
+        # A sequence that waited while its adapter was unregistered acquires a slot afterwards.
+        if self._registered is not None and number not in self._registered and number not in self._users:
+            self._free_slot(number)
+
     def _free_slot(self, number: int) -> None:
         self._free.append(self._slots.pop(number)[0])
-        self._unregistered.discard(number)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot was lost or lent twice. For tests."""
