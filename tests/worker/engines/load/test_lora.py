@@ -238,6 +238,17 @@ async def test_changed_adapter_files_end_their_request_only(llama: Path, one: Pa
         assert isinstance(results[1], CollectedChoice)
 
 
+async def test_an_update_reads_files_again_that_have_changed(llama: Path, one: Path, tmp_path: Path) -> None:
+    folder, other = shutil.copytree(one, tmp_path / "mine"), lora.make(llama, tmp_path / "other", seed=9)
+    async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"a": folder})))) as engine:
+        await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("a"))
+        shutil.rmtree(folder)
+        shutil.copytree(other, folder)
+        assert await engine.set_adapters(sources({"a": folder})) == {}
+        after = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
+        assert after.tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
+
+
 async def test_the_error_without_adapter_slots_names_the_option(llama: Path, one: Path) -> None:
     async with serving(load(llama)) as engine:
         assert (await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens

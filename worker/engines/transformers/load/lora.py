@@ -196,7 +196,8 @@ class LoraAdapters:
             known: dict[str, LoraAdapter | str] = {}
             for source in sources:
                 before = self._adapters.get(source.name)
-                if isinstance(before, LoraAdapter) and self._sources.get(source.name) == source:
+                is_same = self._sources.get(source.name) == source
+                if isinstance(before, LoraAdapter) and is_same and not self._has_changed(before):
                     known[source.name] = before
                 else:
                     known[source.name] = self._read(source)
@@ -211,6 +212,13 @@ class LoraAdapters:
         except UnusableAdapter as error:
             return error.message
         return adapter
+
+    def _has_changed(self, adapter: LoraAdapter) -> bool:
+        """True if the adapter's files are others than at its registration, or are gone."""
+        try:
+            return lora_files.stamp(adapter.folder) != self._stamps[adapter.number]
+        except UnusableAdapter:
+            return True
 
     def forget_gone(self) -> None:
         """Free the slots of unregistered adapters as soon as no sequence uses them."""
