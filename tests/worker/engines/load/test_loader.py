@@ -279,6 +279,25 @@ async def test_tokens_that_the_checkpoint_forbids_or_forces_are_as_in_transforme
     assert "has no effect" not in caplog.text
 
 
+@pytest.mark.parametrize("architecture", ["llama", "bart"])
+@pytest.mark.parametrize("ngram_size", [0, 2])
+async def test_a_token_that_the_checkpoint_forces_at_the_limit_is_as_in_transformers(
+    tmp_path: Path, architecture: str, ngram_size: int
+) -> None:
+    """Alone and in a batch of requests with other limits, with and without drafts."""
+    tiny.make(architecture, tmp_path)
+    edit(tmp_path / "generation_config.json", forced_eos_token_id=[303, 1], forced_bos_token_id=77)
+    model = reference(tmp_path)
+    expected = {count: [*generated(model, PROMPT, count), 1] for count in (1, 2, 7, 12)}
+    assert [len(tokens) for tokens in expected.values()] == list(expected), "no answer ends before its limit"
+    async with serving(load(tmp_path, ngram_size=ngram_size)) as engine:
+        alone = [await complete_one(engine, PROMPT, max_tokens=count) for count in expected]
+        together = await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=count) for count in expected))
+    for answers in (alone, together):
+        assert [answer.tokens for answer in answers] == list(expected.values())
+        assert {answer.finish for answer in answers} == {"length"}, "the limit has ended them"
+
+
 def test_what_the_checkpoint_sets_without_effect_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer, config = load_tokenizer(options(folder)), transformers.AutoConfig.from_pretrained(folder)
     path = folder / "generation_config.json"
@@ -297,13 +316,12 @@ def test_what_the_checkpoint_sets_without_effect_is_logged_once(folder: Path, ca
     edit(
         path,
         encoder_no_repeat_ngram_size=3,
-        forced_eos_token_id=2,
         typical_p=0.9,
         eta_cutoff=0.1,
         bad_words_ids=[[5, 6], [7], [[8]], 9],
     )
     assert Vocabulary(tokenizer, config, folder).rules.never == {5, 7}
-    unused = "encoder_no_repeat_ngram_size, forced_eos_token_id, typical_p, eta_cutoff, bad_words_ids of several tokens"
+    unused = "encoder_no_repeat_ngram_size, typical_p, eta_cutoff, bad_words_ids of several tokens"
     assert [record.message for record in caplog.records] == [f"generation_config.json: {unused} has no effect"]
 
 

@@ -77,6 +77,13 @@ def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:
     assert [forced.forbidden(place) for place in (0, 1, 2)] == [{1}, {1, 2}, {1}], "the first token is forced"
 
 
+def test_a_checkpoint_forces_the_first_token_and_the_one_at_the_limit() -> None:
+    rules = TokenRules(first=5, last=1)
+    assert [rules.forced(place, 3) for place in (0, 1, 2)] == [5, None, 1]
+    assert rules.forced(0, 1) == 1, "of an output of one token, the last one"
+    assert TokenRules().forced(0, 1) is None
+
+
 def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:
     fresh = sequence()
     assert (fresh.pending, fresh.is_decoding) == (3, False)

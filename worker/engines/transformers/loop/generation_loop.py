@@ -330,13 +330,13 @@ class GenerationLoop:
         choice.first_token_at = choice.first_token_at or now
         finish = choice.sequence.append(sampled.token)
         try:
-            self._send(choice, sampled, self._match(choice, sampled.token, finish), finish, now)
+            self._send(choice, sampled, self._match(choice, sampled.token), finish, now)
         except RequestError as error:
             self._fail(choice.sequence, error)
 
-    def _match(self, choice: RequestChoice, token: int, finish: FinishReason | None) -> bool:
+    def _match(self, choice: RequestChoice, token: int) -> bool:
         """True if the grammar's text is complete with `token`. Raises the errors of `GrammarMatcher.take`."""
-        if choice.matcher is None or finish == "stop":
+        if choice.matcher is None or token in choice.sequence.ends:
             return False
         choice.matcher.take(token)
         return choice.matcher.is_over

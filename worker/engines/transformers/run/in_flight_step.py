@@ -253,7 +253,7 @@ def _row_sampling(
         uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
         penalty_counts=penalty_counts,
         forbidden=tuple(sequence.forbidden_ends(place) | sequence.rules.forbidden(place) | repeated),
-        forced=sequence.rules.first if place == 0 else None,
+        forced=sequence.rules.forced(place, sequence.limit),
     )
 
 

@@ -44,7 +44,7 @@ class RowSampling:
     uniform: float = 0.0  # in [0, 1): the random number of the draw; unused if greedy
     penalty_counts: PenaltyCounts | None = None  # tokens that the penalties count, up to date; None without penalties
     forbidden: Sequence[int] = ()  # tokens that must not be chosen now
-    forced: int | None = None  # the token that is chosen now, unless a grammar forbids it
+    forced: int | None = None  # the token that is chosen now, unless it is forbidden, by a grammar or in `forbidden`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 # Members of generation_config.json that change the text and are not offered, with the values without effect.
 _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,),
-    "forced_eos_token_id": (),
     "min_length": (0,),
     "num_beams": (1,),
     "exponential_decay_length_penalty": (),
@@ -93,9 +92,11 @@ def _rules(given: Mapping[str, Any], size: int, ends: frozenset[int], *, has_enc
         return frozenset(token for token in _tokens(value) if 0 <= token < size)
 
     # The prompt of a model without an encoder precedes the token that would be forced, so no token is.
-    first = next(iter(known(given.get("forced_bos_token_id"))), None) if has_encoder else None
+    first = min(known(given.get("forced_bos_token_id")), default=None) if has_encoder else None
     never = known(given.get("suppress_tokens")) | known(single) - ends
-    return TokenRules(never, known(given.get("begin_suppress_tokens")), first)
+    # Of several equally likely tokens, greedy `generate` takes the lowest.
+    last = min(known(given.get("forced_eos_token_id")), default=None)
+    return TokenRules(never, known(given.get("begin_suppress_tokens")), first, last)
 
 
 def _tokens(value: Any) -> list[int]:

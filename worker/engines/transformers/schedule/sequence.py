@@ -27,11 +27,18 @@ class TokenRules:
     never: frozenset[int] = frozenset()
     never_first: frozenset[int] = frozenset()  # forbidden as the first token that is not forced
     first: int | None = None  # the first token of the output; None: any
+    last: int | None = None  # the token at the limit of the output; None: any
 
     def forbidden(self, position: int) -> frozenset[int]:
         """Tokens that must not be output token number `position`."""
         begin = 0 if self.first is None else 1
         return self.never | self.never_first if position == begin else self.never
+
+    def forced(self, position: int, limit: int) -> int | None:
+        """The only token allowed as output token number `position`, of at most `limit`. None: any."""
+        if self.last is not None and position == limit - 1:
+            return self.last
+        return self.first if position == 0 else None
 
 
 @dataclass(slots=True, eq=False)
@@ -126,9 +133,11 @@ class Sequence:
     def append(self, token: int) -> FinishReason | None:
         """Append the next output token. Return the finish reason if it ends the output."""
         self.tokens.append(token)
-        if token in self.ends:
+        is_cut = self.output_tokens >= self.limit
+        # A forced last token is often one that ends the output, but the limit has ended it.
+        if token in self.ends and not (is_cut and self.rules.last is not None):
             return "stop"
-        return "length" if self.output_tokens >= self.limit else None
+        return "length" if is_cut else None
 
     def restart(self) -> None:
         """Reset after preemption: all tokens so far are to be computed again, unless found in the prefix cache."""
