@@ -44,9 +44,8 @@ class EventLog:
         self._ring: deque[Event] = deque(maxlen=size)
         self._first = self._next = first
         self._changed: asyncio.Future[None] | None = None
-        self._folds: list[Callable[[Event], None]] = []
-        # Subscribers that also get events without a place in the ring.
-        self._also_mentioned: list[Callable[[Event], None]] = []
+        self._subscribers: list[Callable[[Event], None]] = []
+        self._unrecorded_subscribers: list[Callable[[Event], None]] = []  # those that also get unrecorded events
 
     @property
     def last_id(self) -> int:
@@ -58,30 +57,33 @@ class EventLog:
         event = Event(self._next, time.time(), kind, model, data)
         self._next += 1
         self._ring.append(event)
-        self._show(event, self._folds)
+        self._call(self._subscribers, event)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
         self._changed = None
         return event
 
-    def mention(self, kind: str, model: str = "", /, **data: Any) -> None:
-        """Pass an event to the subscribers without a place in the ring. It has no id."""
-        self._show(Event(self._next - 1, time.time(), kind, model, data), self._also_mentioned)
+    def notify(self, kind: str, model: str = "", /, **data: Any) -> None:
+        """Pass an unrecorded event to the subscribers: one without a place in the ring and without an id of its own.
+
+        Every request causes such events. In the ring they would displace all others.
+        """
+        self._call(self._unrecorded_subscribers, Event(self._next - 1, time.time(), kind, model, data))
 
     @staticmethod
-    def _show(event: Event, folds: list[Callable[[Event], None]]) -> None:
-        for fold in folds:
+    def _call(subscribers: list[Callable[[Event], None]], event: Event) -> None:
+        for subscriber in subscribers:
             try:
-                fold(event)
+                subscriber(event)
             except Exception:
                 log.exception("an event could not be rendered: %s %s", event.kind, event.model)
 
-    def fold(self, into: Callable[[Event], None], *, mentions: bool = True) -> None:
-        """Call `into` with every event from now on, at once and in order. It must not block; its exceptions are logged.
-        `mentions`: also pass events without a place in the ring, which every request causes."""
-        self._folds.append(into)
-        if mentions:
-            self._also_mentioned.append(into)
+    def subscribe(self, subscriber: Callable[[Event], None], *, unrecorded: bool = True) -> None:
+        """Call `subscriber` with every event from now on, at once and in order. It must not block; its exceptions are
+        logged. `unrecorded`: also with the events of `notify`."""
+        self._subscribers.append(subscriber)
+        if unrecorded:
+            self._unrecorded_subscribers.append(subscriber)
 
     def since(self, id: int) -> list[Event] | None:
         """Events after `id`, oldest first. None if some of them have left the ring or never existed."""

@@ -81,7 +81,7 @@ def _warn(
 
 def follow(events: EventLog) -> None:
     """Render every event that has a log line from now on."""
-    events.fold(_log_event, mentions=False)
+    events.subscribe(_log_event, unrecorded=False)
 
 
 def _log_event(event: Event) -> None:

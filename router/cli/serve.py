@@ -204,7 +204,7 @@ async def _router(
             logs=logs,
             startup_pending=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
-        events.fold(registry.on_event, mentions=False)
+        events.subscribe(registry.on_event, unrecorded=False)
         metrics = Metrics(fleet, events)
         async with (
             _listening(App(registry, Proxy(registry.shared_workers), metrics), bound),

@@ -91,7 +91,7 @@ class Lease:
             if cause == "memory" and worker.queue.waits_for_slot:
                 cause = "slot"
             waits[cause] = waits.get(cause, 0.0) + seconds
-        self._fleet.events.mention("waited", self.model.preset.id, seconds=waits)
+        self._fleet.events.notify("waited", self.model.preset.id, seconds=waits)
 
     def _start_timer(self) -> None:
         """Abort the lease when its time in the queue is up. Downloads and the load itself do not count."""

@@ -467,7 +467,7 @@ def _request_ended(worker: Worker, fleet: Fleet, event: RequestEnded) -> None:
     if event.keep_alive is not None and event.keep_alive != usage.keep_alive:
         usage.keep_alive = event.keep_alive
         fleet.scheduler.plan_soon()
-    fleet.events.mention(
+    fleet.events.notify(
         "request",
         worker.preset.id,
         worker=worker.id,

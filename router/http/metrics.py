@@ -93,7 +93,7 @@ class Metrics:
         # fmt: on
         for collector in (*self._of_requests, _Gauges(fleet)):
             registry.register(collector)
-        events.fold(self._fold)
+        events.subscribe(self._on_event)
 
     async def watch_the_loop(self) -> None:
         """Measure the lag of the event loop, for ever."""
@@ -103,7 +103,7 @@ class Metrics:
             await asyncio.sleep(LAG_INTERVAL)
             self._loop_lag.observe(max(0.0, loop.time() - due))
 
-    def _fold(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         data = event.data
         match event.kind:
             case "request":
@@ -119,7 +119,7 @@ class Metrics:
                 if data.get("token_seconds"):
                     self._token_seconds.observe(data["token_seconds"], event.model)
             case "progress" if data["stage"] == "download":
-                self._fold_download(event.model, data["worker"], data["done"])
+                self._count_download(event.model, data["worker"], data["done"])
             case "config" | "config_refused":
                 self._reloads.labels("applied" if event.kind == "config" else "refused").inc()
             case "plan" if data["decision"] == "evict":
@@ -163,7 +163,7 @@ class Metrics:
             ):  # fmt: skip
                 metric.remove_by_labels({"model": name})
 
-    def _fold_download(self, model: str, worker: int, done: int) -> None:
+    def _count_download(self, model: str, worker: int, done: int) -> None:
         """Count downloaded bytes. A download's first report counts nothing, as it includes what was on disk before."""
         before = self._fetched.get(model)
         if before is not None and before[0] == worker:

@@ -172,7 +172,7 @@ class Pipeline:
         self._metrics = metrics
         self.bodies = Bodies(registry, most_buffered)
         self.requests = RequestLog()
-        registry.events.fold(self.requests.on_event)
+        registry.events.subscribe(self.requests.on_event)
 
     def serve(self, plain: PlainRequest) -> Coroutine[Any, Any, None]:
         """Take a plain request, which is always for a worker, through all steps. Raises like `run`."""

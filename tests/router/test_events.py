@@ -30,17 +30,17 @@ def test_ids_of_an_earlier_run_are_a_gap() -> None:
 
 def test_a_subscriber_gets_all_events_and_the_ring_only_appended_ones() -> None:
     log, seen = EventLog(), list[Event]()
-    log.fold(seen.append)
+    log.subscribe(seen.append)
     log.append("state", "a")
-    log.mention("request", "a", tokens=3)
+    log.notify("request", "a", tokens=3)
     assert [event.kind for event in seen] == ["state", "request"]
     assert [event.kind for event in log.since(0) or []] == ["state"]
 
 
-def test_a_subscriber_without_mentions_gets_only_appended_events() -> None:
+def test_a_subscriber_of_recorded_events_gets_only_appended_ones() -> None:
     log, seen = EventLog(), list[Event]()
-    log.fold(seen.append, mentions=False)
-    log.mention("request", "a", tokens=3)
+    log.subscribe(seen.append, unrecorded=False)
+    log.notify("request", "a", tokens=3)
     log.append("state", "a")
     assert [event.kind for event in seen] == ["state"]
 
@@ -70,9 +70,9 @@ def test_a_failing_subscriber_does_not_keep_events_from_others() -> None:
     def fail(event: Event) -> None:
         raise ValueError("a bug")
 
-    events.fold(fail)
-    events.fold(seen.append)
+    events.subscribe(fail)
+    events.subscribe(seen.append)
     events.append("state", "a", state="ready")
-    events.mention("request", "a")
+    events.notify("request", "a")
     assert [event.kind for event in seen] == ["state", "request"]
     assert events.last_id == 1

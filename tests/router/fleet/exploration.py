@@ -99,7 +99,7 @@ class Exploration:
         )  # fmt: skip
         self.world.files.facts_of = ranged
         self.events = self.world.events
-        self.events.fold(self.check)
+        self.events.subscribe(self.check)
         self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
         self.states: dict[int, State] = {}
         self.kv_tokens: dict[int, int] = {}  # the granted tokens of each worker with a range

@@ -188,7 +188,7 @@ async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_mem
         if event.kind == "state" and event.data["state"] == "stopped" and len(asked) < 6:
             asyncio.get_running_loop().call_soon(lambda: asked.append(asyncio.create_task(world.ask("a"))))
 
-    world.events.fold(arrive)
+    world.events.subscribe(arrive)
     with pytest.raises(LoadBackoff, match="twice"):
         await world.ask("a")
     assert world.journal == ["start a", "start a"]
@@ -205,7 +205,7 @@ async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> Non
         if event.kind == "state" and event.data["state"] == "stopped":
             asyncio.get_running_loop().call_soon(world.fleet.models.apply, {})
 
-    world.events.fold(remove)
+    world.events.subscribe(remove)
     with pytest.raises(ModelNotFound):
         await world.ask("a")
     await asyncio.sleep(5)

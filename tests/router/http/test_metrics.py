@@ -46,7 +46,7 @@ async def test_an_idle_router_reports_every_model_and_no_requests() -> None:
 async def test_tokens_are_counted_by_kind() -> None:
     world, metrics = made("a")
     for _ in range(2):
-        world.events.mention("request", "a", prompt_tokens=5, cached_tokens=2, completion_tokens=7)
+        world.events.notify("request", "a", prompt_tokens=5, cached_tokens=2, completion_tokens=7)
     found = samples(metrics)
     assert found['router_tokens_total{kind="prompt",model="a"}'] == 10.0
     assert found['router_tokens_total{kind="cached",model="a"}'] == 4.0
@@ -75,7 +75,7 @@ async def test_series_of_a_removed_model_are_dropped() -> None:
     for model in ("a", "d"):
         world.events.append("state", model, worker=1, state="ready", was="starting", load_seconds=3.0)
         world.events.append("state", model, worker=1, state="stopped", was="ready", reason="evicted")
-        world.events.mention("request", model, prompt_tokens=5, cached_tokens=2, completion_tokens=7)
+        world.events.notify("request", model, prompt_tokens=5, cached_tokens=2, completion_tokens=7)
     for model in ("a", "b", "d"):
         metrics.requests.add(model, "chat", "200")
         metrics.ttft.observe(1.0, model)
@@ -293,7 +293,7 @@ async def test_a_start_is_timed_by_stage_and_up_to_its_first_token() -> None:
     world.events.append("state", "a", worker=7, state="ready", load_seconds=0.51, spent=spent)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
     for worker, ttft in ((6, 3.0), (7, 0.0), (7, 0.25), (7, 8.0)):  # another worker, no token, the first token
-        world.events.mention("request", "a", worker=worker, id="r", ttft=ttft, **counts)
+        world.events.notify("request", "a", worker=worker, id="r", ttft=ttft, **counts)
     found = samples(metrics)
     seconds = {
         stage: found.get(f'router_start_seconds_sum{{model="a",stage="{stage}"}}') for stage in (*spent, "first_token")
@@ -314,7 +314,7 @@ async def test_responses_with_one_token_do_not_count_for_the_time_per_token() ->
     world, metrics = made("a")
     for seconds in (0.0, 0.02, 0.04):
         request = RequestEnded(id="r", completion_tokens=5, token_seconds=seconds)
-        world.events.mention("request", "a", **dataclasses.asdict(request))
+        world.events.notify("request", "a", **dataclasses.asdict(request))
     found = samples(metrics)
     assert found['router_token_seconds_count{model="a"}'] == 2.0
     assert found['router_token_seconds_sum{model="a"}'] == pytest.approx(0.06)
