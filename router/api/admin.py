@@ -108,7 +108,10 @@ async def forget(call: ApiCall) -> ApiResult:
         forgotten = await forget_learned(listed.model.preset, registry.fleet)
     except EstimateError as unknown:
         raise BadRequest(unknown.message, param="model") from None
-    return {"success": True, "model": listed.id, "forgotten": forgotten}
+    answer = {"success": True, "model": listed.id, "forgotten": forgotten}
+    if listed.model.workers:
+        answer["warning"] = f"a worker of {listed.id} records its memory again when it stops; unload it first"
+    return answer
 
 
 async def config(call: ApiCall) -> ApiResult:

@@ -315,7 +315,8 @@ def check(
 @click.option(
     "--forget",
     is_flag=True,
-    help="First drop what was learned of the model's memory in earlier loads. A running router forgets it, too.",
+    help="First drop what was learned of the model's memory in earlier loads. A running router forgets it, too. A"
+    " loaded worker records its memory again when it stops, so unload the model first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context

@@ -62,6 +62,13 @@ async def test_what_was_learned_of_a_models_memory_can_be_dropped(one: Router, t
     assert (await forget(model="a")).json() == {"success": True, "model": "a", "forgotten": 1}
     assert (await forget(model="a")).json()["forgotten"] == 0
     assert await source() == "static"
+    await one.client.post("/v1/chat/completions", json=chat("a"))
+    answer = (await forget(model="a")).json()
+    assert answer["forgotten"] == 1
+    assert "a worker of a records its memory again when it stops" in answer["warning"]
+    await one.client.post("/models/unload", json={"model": "a"})
+    await one.has_no_workers()
+    assert (await forget(model="a")).json() == {"success": True, "model": "a", "forgotten": 1}
     assert error_of(await forget(model="x")) == (404, "model_not_found")
     assert error_of(await forget()) == (400, "model_missing")
 
