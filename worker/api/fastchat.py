@@ -131,11 +131,7 @@ def separators(model: ServedModel) -> Json:
 
 
 def _render(model: ServedModel, *messages: Json) -> str:
-    """Render the prompt, without the beginning-of-text token if the tokenizer adds it itself."""
-    text = model.template.render(Conversation(messages=messages, variables={}))
-    begins = model.tokenizer.bos_token
-    is_added = begins and model.tokenizer("?")["input_ids"][:1] == [model.tokenizer.bos_token_id]
-    return text.removeprefix(str(begins)) if is_added else text
+    return model.without_start(model.template.render(Conversation(messages=messages, variables={})))
 
 
 def _split_at(text: str, mark: str) -> tuple[str, str]:

@@ -152,9 +152,8 @@ async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
     fields.skip(TEMPLATE)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     prompt = await model.render(conversation, model.count_limit("messages"))
-    if model.start:  # the client sends the prompt to /completion, which would add it a second time
-        prompt = prompt.removeprefix(str(model.tokenizer.bos_token))
-    return JsonAnswer(body={"prompt": prompt}, ignored=ignored)
+    # The client sends the prompt to /completion.
+    return JsonAnswer(body={"prompt": model.without_start(prompt)}, ignored=ignored)
 
 
 class LlamaServerWriter(ReplyWriter):

@@ -324,8 +324,12 @@ class ServedModel:
     @property
     def start(self) -> list[int]:
         """The token that the tokenizer puts at the beginning of every text, if it does."""
-        begins = self._encode(["?"], add_special=True, parse_special=True)[0]
-        return begins[:1] if begins[0] == self.tokenizer.bos_token_id else []
+        begins = self._encode(["?"], add_special=True, parse_special=True)[0][:1]
+        return begins if begins == [self.tokenizer.bos_token_id] else []
+
+    def without_start(self, prompt: str) -> str:
+        """Return a rendered `prompt` without a beginning of text that the tokenizer would add a second time."""
+        return prompt.removeprefix(str(self.tokenizer.bos_token)) if self.start else prompt
 
     async def encode_pieces(
         self, pieces: Sequence[Any], limit: TextLimit, *, add_special: bool = True, parse_special: bool = True

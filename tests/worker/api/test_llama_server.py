@@ -4,6 +4,9 @@ import math
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.worker import serving
@@ -261,3 +264,13 @@ async def test_apply_template_shows_the_prompt_of_a_chat_as_a_completion_takes_i
     assert result.ignored == ("wibble",)
     [completion] = (await llama_server.completion(result.body, made)).generations
     assert completion.prompt == (await only(serving.chat("hi"), made)).prompt
+
+
+async def test_apply_template_needs_no_token_for_a_question_mark() -> None:
+    """A tokenizer of a small alphabet, as of proteins, drops all other characters."""
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "c": 1}, [])))
+    served = ServedModel(
+        FakeEngine(serving.tokenizer()), made, serving.options(chat_template="{{ messages[0].content }}")
+    )
+    result = await llama_server.apply_template(serving.chat("ac"), served)
+    assert result.body == {"prompt": "ac"}
