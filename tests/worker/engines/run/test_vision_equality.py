@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from tests import tiny_vision
-from tests.worker.loaded import DEADLINE, GREEDY, collect_choices, complete_one, generated, load
+from tests.worker.loaded import DEADLINE, GREEDY, collect_choices, complete_one, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.images import EncodedImage
 from worker.interface import GenerationRequest
@@ -100,6 +100,16 @@ async def test_an_answer_about_images_equals_generate(
     [collected] = await collect_choices(engine, asked)
     assert collected.tokens == answer
     assert len(set(answer)) > 3, "the text is no repetition of a few tokens"
+
+
+async def test_the_last_token_of_a_prompt_may_stand_for_an_image(snapshot: Path, reference: Reference) -> None:
+    """It is computed alone, as a decoded token is, which never stands for an image."""
+    text, count = PROMPTS["an image at the end"]
+    tokens, answer = reference.answer(text, PICTURES[:count])
+    chunk = next(size for size in range(11, len(tokens)) if (len(tokens) - 1) % size == 0)
+    async with serving(load(snapshot, ctx_size=400, parallel=1, prefill_chunk=chunk)) as engine:
+        [collected] = await collect_choices(engine, await request(engine, text, PICTURES[:count]))
+        assert collected.tokens == answer
 
 
 @pytest.mark.slow

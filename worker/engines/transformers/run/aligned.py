@@ -231,6 +231,8 @@ class AlignedRunner:
 
     def _decodes(self, part: _DecoderPart) -> bool:
         is_next = part.start > 0 and len(part.tokens) == 1 + len(part.segment.drafted) and part.segment.completes
+        # The last token of a prompt may be one of an image, whose embeddings only `_prefill` has.
+        is_next = is_next and not part.segment.has_image_tokens
         # With states, a token can be computed in a batch only if the states before it are stored.
         if is_next and self._cache.has_states:
             return self._cache.has_states_at(self._alignment.buffer_row(part.row), part.start)
