@@ -65,6 +65,10 @@ OFFSET_POSITIONS = frozenset(
      "xlm-roberta-xl", "xmod"}
 )  # fmt: skip
 
+# Encoders that mix padding into the texts of a batch, in a convolution or a transform, so that each text is computed
+# alone.
+READS_PADDING = frozenset({"convbert", "fnet", "mobilebert", "nystromformer", "yoso"})
+
 # Keys of config.json for the longest sequence; the first existing one counts.
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 

@@ -1,7 +1,7 @@
 """Pooling and heads of encoders: from hidden states to vectors, and from pairs of texts to scores.
 
 All of it is float32, whatever the model's dtype. Texts are padded on the right and masked, so that the other texts of
-a batch change nothing.
+a batch change nothing. Models that read padding nevertheless get one text at a time.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import safetensors, sentence_transformers_config
 from worker.errors import StartError
 from worker.interface import EncoderInput
+from worker.protocol.architectures import READS_PADDING
 
 
 class Encoder(Protocol):
@@ -34,8 +35,10 @@ class Embedder:
 
     @torch.inference_mode()
     def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        hidden, mask = self._inputs.forward(texts, "last_hidden_state")
-        vectors: list[torch.Tensor] = self.head(hidden.float(), mask, [text.skipped for text in texts])
+        vectors: list[torch.Tensor] = []
+        for part in self._inputs.parts(texts):
+            hidden, mask = self._inputs.forward(part, "last_hidden_state")
+            vectors.extend(self.head(hidden.float(), mask, [text.skipped for text in part]))
         return vectors
 
 
@@ -45,14 +48,13 @@ class CrossEncoder:
     def __init__(self, model: Any, device: torch.device, activation: nn.Module, *, pad: int):
         self._inputs = _EncoderInputs(model, device, pad)
         self._activation = activation
-        # Without a padding token, a decoder's head cannot find the end of each text in a batch: run one at a time.
-        self._rows = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) is None else None
+        # Without a padding token, a decoder's head cannot find the end of each text in a batch.
+        if getattr(model.config.get_text_config(), "pad_token_id", None) is None:
+            self._inputs.runs_alone = True
 
     @torch.inference_mode()
     def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        rows = self._rows or len(texts)
-        parts = [texts[first : first + rows] for first in range(0, len(texts), rows)]
-        scores = torch.cat([self._inputs.forward(part, "logits")[0].float() for part in parts])
+        scores = torch.cat([self._inputs.forward(part, "logits")[0].float() for part in self._inputs.parts(texts)])
         return list(self._activation(scores).cpu())
 
 
@@ -64,6 +66,11 @@ class _EncoderInputs:
         parameters = inspect.signature(model.forward).parameters
         self._takes_kinds = "token_type_ids" in parameters
         self._extra = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+        self.runs_alone = model.config.model_type in READS_PADDING  # one text at a time
+
+    def parts(self, texts: Sequence[EncoderInput]) -> list[Sequence[EncoderInput]]:
+        """The texts that may share a forward."""
+        return [[text] for text in texts] if self.runs_alone else [texts]
 
     def forward(self, texts: Sequence[EncoderInput], output: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's `output`, and a mask `[texts, tokens]` that is true for tokens."""
