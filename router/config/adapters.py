@@ -16,7 +16,7 @@ def resolve_adapters(settings: Layer, fields: dict[str, Any], reader: SettingRea
     """Set the fields for the adapters of a model. Those in `lora` take precedence over those in the adapter folder."""
     fail, warn, disk = reader.collector.fail, reader.collector.warn, reader.disk
     # LMI also takes the folder adapters/ beside a serving.properties, whose model may be elsewhere.
-    files = [PurePosixPath(setting.place.file) for setting in settings.values() if setting.rank == PROPERTIES]
+    files = [PurePosixPath(setting.place.file) for setting in settings.values() if setting.level == PROPERTIES]
     for place in dict.fromkeys([fields.get("path", ""), *(str(file.parent) for file in files)]):
         if "adapters_dir" not in fields and place and disk.folders(f"{place}/adapters"):
             fields["adapters_dir"] = f"{place}/adapters"

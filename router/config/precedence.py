@@ -40,7 +40,7 @@ class DiskReader(Protocol):
         """The sorted names of the folders in a folder; empty if it cannot be read."""
 
 
-# Precedence, lowest first: environment, [*], serving.properties in the model's folder, [id], command line.
+# Levels of precedence, lowest first: environment, [*], serving.properties in the model's folder, [id], command line.
 ENVIRONMENT, STAR, PROPERTIES, OWN, COMMAND_LINE = range(5)
 
 
@@ -49,7 +49,7 @@ class Setting:
     """One key's value, its place, and its precedence."""
 
     value: Any
-    rank: int  # ENVIRONMENT to COMMAND_LINE
+    level: int  # of precedence: ENVIRONMENT to COMMAND_LINE; the higher one wins
     place: Problem  # file, line, section and key; without a message
     name: str  # the spelling, as in the tables of `preset_keys`
 
@@ -131,7 +131,7 @@ class SettingReader:
         self._folders: dict[str, str] = {}  # of the files of LMI that were read, by file
         self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
 
-    def section(self, section: ini.Section, rank: int) -> Layer:
+    def section(self, section: ini.Section, level: int) -> Layer:
         """The settings of `[*]` or `[id]`."""
         layer: Layer = {}
         written: dict[str, ini.Entry] = {}
@@ -140,12 +140,12 @@ class SettingReader:
             if is_async and _is_rolling_batch(entry.key):
                 continue
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
-            for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=rank == PROPERTIES):
+            for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=level == PROPERTIES):
                 before = written.get(spelling.canonical)
                 if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
-                self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
+                self._add(layer, spelling, text, place, level, quoted=entry.quoted)
         return layer
 
     def properties(self, path: str, name: str) -> Layer:
@@ -348,15 +348,15 @@ class SettingReader:
             yield from ((Spelling(preset_keys.BY_NAME[name], name), value) for name, value in found.items())
 
     def _add(
-        self, layer: Layer, spelling: Spelling, text: str, place: Problem, rank: int, *, quoted: bool = False
+        self, layer: Layer, spelling: Spelling, text: str, place: Problem, level: int, *, quoted: bool = False
     ) -> None:
         key = spelling.word
         assert isinstance(key, PresetKey)
-        if rank == PROPERTIES and key.name in ("python", "env", "import"):
+        if level == PROPERTIES and key.name in ("python", "env", "import"):
             # The file comes with the model. The first two would run any program, and imports are not nested.
             self._fail(place, f"{place.key} is not read from this file; write {key.name} into a section")
             return
-        if key.own and rank == STAR:
+        if key.own and level == STAR:
             self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
             return
         try:
@@ -371,7 +371,7 @@ class SettingReader:
         if before is not None and _completes(layer, spelling) and before.value != value:
             self._fault(place, key.name, f"{before.name} is {before.value}, and both must agree; write one"
                         f" {key.name}")  # fmt: skip
-        layer[spelling.canonical] = Setting(value, rank, place, spelling.name)
+        layer[spelling.canonical] = Setting(value, level, place, spelling.name)
 
     def _read(self, key: PresetKey, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
         if not sendable(text):

@@ -213,7 +213,7 @@ class _Resolution:
         """Drop trust-remote-code from a serving.properties that may have come with the model."""
         trust = lmi.pop("trust-remote-code", None)
         allowed = others.get("trust-remote-code")
-        if trust is None or not trust.value or (allowed is not None and (allowed.value or allowed.rank > PROPERTIES)):
+        if trust is None or not trust.value or (allowed is not None and (allowed.value or allowed.level > PROPERTIES)):
             return
         message = "the author of the model cannot allow its code; give --trust-remote-code or"
         remedy = "HF_MODEL_TRUST_REMOTE_CODE=true, or write import = this folder into a section"
@@ -226,7 +226,7 @@ class _Resolution:
             return None
         fields |= self._fields(settings)
         fields["rope"] = self._rope(settings, fields["rope"])
-        fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].rank != OWN
+        fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].level != OWN
         self._place(settings, fields)
         self._drop_unused_on_cpu(settings, fields)
         self._choose_by_device(settings, fields)
@@ -321,7 +321,7 @@ class _Resolution:
         for name in ("gpu-split", "split-mode") if fields.get("device") == ("cpu",) else ():
             setting = settings.pop(name, None)
             fields.pop(preset_keys.BY_NAME[name].field, None)
-            if setting is not None and setting.value not in ((), "auto") and setting.rank > STAR:
+            if setting is not None and setting.value not in ((), "auto") and setting.level > STAR:
                 self._warn(setting.place, f"{name} has no effect, because device is cpu; remove one of the two")
 
     def _check_tensor_parallel(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
@@ -346,9 +346,9 @@ class _Resolution:
             fields["gpu_layers"] = layers.value
         if layers is None or layers.value:
             return
-        if device is None or device.rank < layers.rank or (device.rank == layers.rank and not device.value):
+        if device is None or device.level < layers.level or (device.level == layers.level and not device.value):
             fields["device"] = ("cpu",)
-        elif device.rank == layers.rank and device.value != ("cpu",):
+        elif device.level == layers.level and device.value != ("cpu",):
             self._fail(
                 layers.place,
                 f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}; remove one of the two",
@@ -365,11 +365,11 @@ class _Resolution:
         given = {name: settings[name] for name in ("min-workers", "max-workers") if name in settings}
         if not given:
             return
-        rank, place = max(((setting.rank, setting.place) for setting in given.values()), key=lambda pair: pair[0])
+        level, place = max(((setting.level, setting.place) for setting in given.values()), key=lambda pair: pair[0])
         replicas = settings.get("replicas")
-        if replicas is not None and replicas.rank > rank:
+        if replicas is not None and replicas.level > level:
             return
-        if replicas is not None and replicas.rank == rank:
+        if replicas is not None and replicas.level == level:
             self._fail(place, "replicas is set as well; remove one of the two")
         numbers = {name: max(1, setting.value) for name, setting in given.items()}
         least = numbers.get("min-workers", 1)
@@ -403,9 +403,9 @@ class _Resolution:
             self._warn(wrong.place, f"{wrong.place.key} has no effect, {why}")
         if not given:
             return None
-        best = max(given, key=lambda setting: setting.rank)  # the first of equals
+        best = max(given, key=lambda setting: setting.level)  # the first of equals
         for weak in given:
-            if weak is not best and weak.rank == best.rank:
+            if weak is not best and weak.level == best.level:
                 on_cpu = "write device = cpu on a machine without accelerators"
                 remedy = on_cpu if weak.name.startswith(other) else "remove one of the two"
                 self._warn(weak.place, f'"{weak.place.key}" has no effect beside "{best.place.key}"; {remedy}')
@@ -432,10 +432,10 @@ class _Resolution:
                     self._fail(file.place, f"{name}-file: {file.value}: {error.message}")
                     continue
                 sampling[name], settings[name] = value, replace(file, value=value)
-        ranks = {name: settings[name].rank for name in ("grammar", "json-schema") if sampling.get(name)}
-        if len(ranks) == 2:
-            lower = min(ranks, key=lambda name: ranks[name])
-            if ranks["grammar"] == ranks["json-schema"]:
+        levels = {name: settings[name].level for name in ("grammar", "json-schema") if sampling.get(name)}
+        if len(levels) == 2:
+            lower = min(levels, key=lambda name: levels[name])
+            if levels["grammar"] == levels["json-schema"]:
                 self._fail(settings[lower].place, "grammar and json-schema both constrain answers; remove one")
             del sampling[lower]
         fields["sampling"] = {name: value for name, value in sampling.items() if value not in ("", {})}
@@ -470,9 +470,9 @@ class _Resolution:
     def _file_of(self, name: str, settings: Layer) -> str | None:
         """The text of the file of a key; None if there is none, or the key itself takes precedence."""
         text, file = settings.get(name), settings.get(f"{name}-file")
-        if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
+        if file is None or not file.value or (text is not None and text.value and text.level > file.level):
             return None
-        if text is not None and text.value and text.rank == file.rank:
+        if text is not None and text.value and text.level == file.level:
             self._fail(file.place, f"{name} and {name}-file are both set; remove one")
             return None
         try:
@@ -489,7 +489,7 @@ class _Resolution:
             setting = settings.get(key)
             if setting is None or setting.value in ("auto", "default"):
                 continue
-            if name not in variables or (stated is not None and setting.rank > stated.rank):
+            if name not in variables or (stated is not None and setting.level > stated.level):
                 variables[name] = setting.value == "on" if key == "reasoning" else setting.value
                 settings["chat-template-kwargs"] = stated or replace(setting, value="")
         if variables:
