@@ -196,9 +196,11 @@ READERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", READERS)
 async def test_a_text_of_an_architecture_that_reads_padding_is_computed_alone(kind: str, tmp_path: Path) -> None:
-    config = transformers.CONFIG_MAPPING[kind](**SMALL, **READERS[kind], max_position_embeddings=256)
+    members: dict[str, Any] = {**SMALL, **READERS[kind], "max_position_embeddings": 256}
+    config = transformers.CONFIG_MAPPING[kind](**members)
     torch.manual_seed(0)
-    model: Any = transformers.AutoModel.from_config(config)
+    auto: Any = transformers.AutoModel
+    model = auto.from_config(config)
     tiny.spread(model, 8.0)
     model.save_pretrained(tmp_path)
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
