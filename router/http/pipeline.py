@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from router.api import lmi, ollama
-from router.api.request_log import RequestLog, RequestRecord, request_line
+from router.api.request_log import RequestLog, RequestRecord
 from router.config.settings import MAX_BUFFERED
 from router.errors import (
     ApiError,
@@ -43,6 +43,7 @@ from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error, wait_for_client
+from router.log import request_line
 from router.registry.registry import Registry, flag
 from worker.protocol import json_faults
 from worker.protocol.dialects import Dialect
