@@ -13,7 +13,7 @@ from router.cli.estimate_report import count_of
 from router.config.effective import effective as effective_settings
 from router.config.ini import Problem
 from router.config.option_types import nearest
-from router.config.presets import Preset
+from router.config.presets import HUB, Preset
 from router.config.resolve import LoadedPresets
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import ContextTooLarge, UnknownArchitecture, UnknownCheckpoint, effective_ctx
@@ -21,21 +21,23 @@ from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
 from worker.protocol.snapshot_files import is_of_tokenizer
+from worker.protocol.vocabulary import vocabulary_fault
 
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
     this machine damaged or missing files (also a tokenizer), pickled weights, `ctx-size` above the model's maximum,
-    members of `config-override`, and RoPE keys that its config.json does not allow. Of a snapshot of the hub, which a
-    download completes, only pickled weights are checked.
+    members of `config-override`, RoPE keys that its config.json does not allow, and a draft model with other tokens. Of
+    the files of a snapshot of the hub, which a download completes, only pickled weights are checked.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
     for preset in loaded.presets.values():
+        yield from _draft_fault(preset, cache)
         for key in preset.sampling.keys() & {"grammar", "json-schema"}:
             if why := _grammar_fault(preset.sampling[key], is_schema=key == "json-schema"):
                 yield _problem(preset, key, f"{key} cannot be compiled: {why}")
-        folder = preset.path or (find_snapshot(preset.repo, preset.revision, cache) if preset.repo else None)
+        folder = _folder_of_model(preset, cache)
         if folder is None:
             continue
         try:
@@ -59,6 +61,36 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
 
 def _problem(preset: Preset, key: str, message: str, suggestion: str = "") -> Problem:
     return Problem(preset.origins.get(key, ""), 0, preset.id, key, message, suggestion)
+
+
+def _folder_of_model(preset: Preset, cache: str) -> str | None:
+    """Return the folder of the model's files; None if they are not on this machine."""
+    return preset.path or (find_snapshot(preset.repo, preset.revision, cache) if preset.repo else None)
+
+
+def _draft_fault(preset: Preset, cache: str) -> Iterator[Problem]:
+    """Yield a problem if the draft model has other tokens than the model, and both have a tokenizer.json here."""
+    if not preset.drafts_by_model:
+        return
+    repo, _, revision = preset.model_draft.removeprefix(HUB).partition(":")
+    draft = find_snapshot(repo, revision, cache) if preset.model_draft.startswith(HUB) else preset.model_draft
+    ours, theirs = (_vocabulary(folder) for folder in (preset.tokenizer or _folder_of_model(preset, cache), draft))
+    if ours and theirs and (why := vocabulary_fault(ours, theirs)):
+        yield _problem(preset, "model-draft", f"model-draft = {draft}: {why}")
+
+
+def _vocabulary(folder: str | None) -> dict[int, str]:
+    """Return the tokens in a tokenizer.json by number; empty if there is none, or it has another form."""
+    content = checkpoint.json_object(Path(folder) / "tokenizer.json") if folder else {}
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            tokens = {number: token for token, number in vocabulary.items()}
+        else:  # unigrams, with their scores
+            tokens = {number: token for number, (token, _) in enumerate(vocabulary)}
+        return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", ())}
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def _grammar_fault(text: str, *, is_schema: bool) -> str:

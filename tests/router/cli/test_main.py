@@ -236,6 +236,25 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
     assert long.startswith(f"{path}:16: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
 
 
+def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kinds = {
+        "pairs": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]},
+        "longer": {"model": {"vocab": {"a": 0, "b": 1, "<s>": 2, "c": 3}}},
+        "unigrams": {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["<s>", 0.0]]}},
+        "other": {"model": {"vocab": {"b": 0, "a": 1}}},
+    }
+    for name, content in kinds.items():
+        (write(tmp_path / name) / "tokenizer.json").write_text(json.dumps(content))
+    write(tmp_path / "unknown")
+    drafts = ("longer", "unigrams", "unknown", "other")
+    sections = "".join(f"[{draft}]\nmodel = pairs\nmodel-draft = {draft}\n" for draft in drafts)
+    path = preset(tmp_path, f"{sections}[own]\nmodel = pairs\nmodel-draft = other\ntokenizer = other\n")
+    code, out, _ = run(capsys, "check", path)
+    why = "its tokenizer is another one: token 0 is 'b' and not 'a'; name a draft model of the same family"
+    assert code == 1
+    assert out.splitlines() == [f"{path}:12: [other] model-draft = {tmp_path}/other: {why}", "1 fault"]
+
+
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
 
 

@@ -17,9 +17,7 @@ from worker.errors import StartError
 from worker.protocol.architectures import VERIFIED
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
-
-# Tokens that one of two equal tokenizers may have beyond the other: llama.cpp's limit (SPEC_VOCAB_MAX_SIZE_DIFFERENCE).
-MOST_FURTHER_TOKENS = 128
+from worker.protocol.vocabulary import vocabulary_fault
 
 
 def draft_options(options: ModelOptions) -> Any:
@@ -56,33 +54,13 @@ def load_config(options: ModelOptions, target: Any, tokenizer: transformers.PreT
     config = snapshot.load_config(wanted)
     if snapshot.encodes(wanted, config) or architectures.backend(config) != "paged":
         raise _refused(options, f"architecture {config.model_type!r} cannot draft; name a model with plain attention")
-    check_vocabulary(options, tokenizer, snapshot.load_tokenizer(wanted))
+    ours, theirs = (
+        {number: token for token, number in kind.get_vocab().items()}
+        for kind in (tokenizer, snapshot.load_tokenizer(wanted))
+    )
+    if why := vocabulary_fault(ours, theirs):
+        raise _refused(options, why)
     return config
-
-
-def check_vocabulary(
-    options: ModelOptions,
-    target: transformers.PreTrainedTokenizerBase,
-    draft: transformers.PreTrainedTokenizerBase,
-) -> None:
-    """Raise StartError if both tokenizers do not have the same tokens.
-
-    All numbers that both have must stand for the same token. One may have MOST_FURTHER_TOKENS more than the other.
-    """
-    ours, theirs = ({number: token for token, number in kind.get_vocab().items()} for kind in (target, draft))
-    wrong = sorted(number for number in ours.keys() & theirs.keys() if ours[number] != theirs[number])
-    if wrong:
-        first = wrong[0]
-        raise _refused(
-            options,
-            f"its tokenizer is another one: token {first} is {theirs[first]!r} and not {ours[first]!r}; name a draft"
-            " model of the same family",
-        )
-    if abs(len(ours) - len(theirs)) > MOST_FURTHER_TOKENS:
-        raise _refused(
-            options,
-            f"its tokenizer has {len(theirs)} tokens and not {len(ours)}; name one of the same family",
-        )
 
 
 def load(
