@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +17,16 @@ from router.config.option_types import nearest
 from router.config.presets import HUB, Preset
 from router.config.resolve import LoadedPresets
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import ContextTooLarge, UnknownArchitecture, UnknownCheckpoint, effective_ctx
+from router.memory.checkpoint_facts import (
+    ContextTooLarge,
+    UnknownArchitecture,
+    UnknownCheckpoint,
+    effective_ctx,
+    quantization,
+)
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
+from worker.protocol.architectures import LIBRARIES
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
 from worker.protocol.snapshot_files import is_of_tokenizer
 from worker.protocol.vocabulary import vocabulary_fault
@@ -57,6 +65,19 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
         if (preset.config_override or preset.rope) and (stored := checkpoint.json_object(Path(folder) / "config.json")):
             yield from _unknown_members(preset, stored)
             yield from _rope_faults(preset, stored)
+
+
+def lacking_libraries(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
+    """Yield a warning for each model whose quantization needs a library that this interpreter lacks. Presets with an
+    interpreter of their own are skipped."""
+    for preset in loaded.presets.values():
+        folder = _folder_of_model(preset, cache)
+        method, *_ = quantization(checkpoint.json_object(Path(folder) / "config.json") if folder else {})
+        method = method or preset.quantization
+        library, command = LIBRARIES.get("bitsandbytes" if method.startswith("bnb-") else method, ("", ""))
+        if library and not preset.python and importlib.util.find_spec(library) is None:
+            message = f"quantization with {method} needs the library {library}, which {sys.executable} lacks: {command}"
+            yield _problem(preset, "quantization" if "quantization" in preset.origins else "model", message)
 
 
 def _problem(preset: Preset, key: str, message: str, suggestion: str = "") -> Problem:

@@ -285,6 +285,7 @@ def check(
     if effective:
         document["options"] = written.options(parsed)
     warnings = estimate.unused_placement(loaded, os.environ)
+    warnings += map(str, checks.lacking_libraries(loaded, parsed.hub_cache))  # of this machine, too
     if memory and not loaded.problems:
         machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
         misfits, further = estimate.check(loaded, machine)

@@ -254,7 +254,7 @@ def from_config(
     heads, kv_heads, head_dim, value_dim, expanded = _heads(
         text, model_type, hidden, key_rows=key_rows, most_key_rows=most_key_rows, query_rows=query_rows
     )
-    method, bits, group = _quantization(config)
+    method, bits, group = quantization(config)
     is_encoder_decoder = bool(config.get("is_encoder_decoder"))
     return Checkpoint(
         model_type=model_type,
@@ -457,7 +457,7 @@ def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
     return inner * state + (inner + 2 * groups * state) * kernel
 
 
-def _quantization(config: Mapping[str, Any]) -> tuple[str, int, int]:
+def quantization(config: Mapping[str, Any]) -> tuple[str, int, int]:
     """Return the method, its bits, and the inputs that share a scale (gptq and awq; -1: all of a layer; 0: not
     stated). Without quantization: "", 0, 0."""
     stated = config.get("quantization_config") or config.get("compression_config")

@@ -92,6 +92,17 @@ SCALE = re.compile(
     r"|\.quant_state\.\w+|_(scales|scale_inv))$"
 )
 
+# Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to
+# install it. transformers supports more, whose memory use is not measured here.
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
+    "fp8": ("", ""),
+    "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "mxfp4": ("", ""),
+}
+
 # Quantization methods whose weights transformers dequantizes while it loads, on every device.
 DEQUANTIZED = frozenset({"compressed-tensors"})
 

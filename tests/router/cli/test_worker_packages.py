@@ -19,7 +19,7 @@ class Hiding:
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        hidden = name.partition(".")[0] in ("torch", "transformers", "safetensors")
+        hidden = name.partition(".")[0] in ("torch", "transformers", "safetensors", "bitsandbytes", "gptqmodel")
         return None if hidden else self.finder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
@@ -65,6 +65,24 @@ def test_check_and_estimate_name_the_packages_to_install(base: dict[str, str], t
     code, out, errors = command(base, "estimate", folder, "--exact")
     assert code == 1
     assert REMEDY in errors
+
+
+@pytest.mark.slow
+def test_check_names_the_libraries_of_quantized_models(base: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    write(tmp_path / "plain")
+    path = tmp_path / "models.ini"
+    path.write_text(
+        "[a]\nmodel = gptq\n[b]\nmodel = plain\nload-in-8bit = on\n"
+        f"[c]\nmodel = gptq\npython = {fake_python(tmp_path)}\n[d]\nmodel = plain\n"
+    )
+    code, out, _ = command(base, "check", str(path))
+    warnings = [line for line in out.splitlines() if "quantization with" in line]
+    assert code == 0
+    assert [warning.split(", which")[0] for warning in warnings] == [
+        f"warning: {path}:2: [a] quantization with gptq needs the library gptqmodel",
+        f"warning: {path}:5: [b] quantization with bnb-8bit needs the library bitsandbytes",
+    ]
 
 
 @pytest.mark.slow

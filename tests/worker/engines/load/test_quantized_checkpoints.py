@@ -16,18 +16,19 @@ from tests import quantized_snapshots
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.load import loader, quantization
+from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.layer_split import LayerSplit
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.estimate import estimate
 from worker.estimate.largest_steps import GenerationSteps
+from worker.protocol.architectures import LIBRARIES
 from worker.protocol.argv import Estimate
 
 
 def _method(name: str) -> Any:
-    module, command = quantization.LIBRARIES[quantized_snapshots.said(name)["quant_method"]]
+    module, command = LIBRARIES[quantized_snapshots.said(name)["quant_method"]]
     if not module:
         return name
     is_missing = importlib.util.find_spec(module) is None
@@ -112,7 +113,7 @@ def test_an_unsupported_quantization_is_rejected_before_any_read(
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}), "utf-8")
     chosen = Estimate(snapshot=str(folder))
-    module, _ = quantization.LIBRARIES.get(str(said["quant_method"]), ("", ""))
+    module, _ = LIBRARIES.get(str(said["quant_method"]), ("", ""))
     if module and importlib.util.find_spec(module):
         pytest.skip(f"{module} is installed")
     with pytest.raises(StartError) as refused:

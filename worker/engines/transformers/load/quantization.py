@@ -24,20 +24,11 @@ from worker.protocol.architectures import (
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_WITHOUT,
     FUSED_GROUPS,
+    LIBRARIES,
     USUAL_GROUP,
 )
 from worker.protocol.argv import ModelOptions
 
-# Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to
-# install it. transformers supports more, whose memory use is not measured here.
-LIBRARIES = {
-    "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
-    "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
-    "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
-    "fp8": ("", ""),
-    "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
-    "mxfp4": ("", ""),
-}
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
 
 
