@@ -15,7 +15,6 @@ from tests.worker.scheduled import advance, sequence
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.interface import PromptImages
 from worker.protocol.memory import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
@@ -150,7 +149,7 @@ def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_
     assert 6 * system < cached <= 7 * system if reuses else cached == 0
 
 
-def test_a_prompt_in_the_middle_of_a_block_or_with_images_keeps_its_own_blocks() -> None:
+def test_a_prompt_in_the_middle_of_a_block_keeps_its_own_blocks() -> None:
     blocks = BlockAllocator(3, 32)
     words = list(range(4 * B))
     first, second = sequence(1, [*words, 1]), sequence(2, [*words, 2])
@@ -160,10 +159,8 @@ def test_a_prompt_in_the_middle_of_a_block_or_with_images_keeps_its_own_blocks()
     second.computed = B // 2
     before = list(blocks.table(rows[2]).blocks)
     assert blocks.reuse(rows[2], second) == 0
-    second.computed, second.prompt_images = 0, PromptImages(images=())
-    assert blocks.reuse(rows[2], second) == 0
     assert blocks.table(rows[2]).blocks == before
-    second.prompt_images = None
+    second.computed = 0
     assert blocks.reuse(rows[2], second) == 4 * B
     assert blocks.table(rows[2]).blocks[:4] == blocks.table(rows[1]).blocks[:4]
     blocks.check_integrity()

@@ -288,12 +288,7 @@ class BlockAllocator(RowAllocator):
         """
         table = self._tables[row]
         held = len(table.keys)
-        # Images must be computed whole, so a prompt with images keeps the division that it began with.
-        if (
-            sequence.computed != held * BLOCK_TOKENS
-            or sequence.prompt_images is not None
-            or not self._may_reuse(sequence)
-        ):
+        if sequence.computed != held * BLOCK_TOKENS or not self._may_reuse(sequence):
             return 0
         found, keys = [], list(table.keys)
         for _ in range(held, (len(sequence.tokens) - 1) // BLOCK_TOKENS):
