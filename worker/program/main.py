@@ -315,17 +315,15 @@ def diagnose(error: BaseException) -> tuple[int, str]:
     from worker.protocol.events import Exit
 
     text = " ".join(str(error).split()) or type(error).__name__
-    # Compared by name, because torch may not be imported.
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     if isinstance(error, StartError):
         return error.exit, text
     if isinstance(error, RankLost):
         return diagnose(error.__cause__)[0] if error.__cause__ is not None else CRASHED, text
     if cuda_errors.is_device_full(error):
         return Exit.DEVICE_MEMORY, f"out of device memory: {text}"
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:
+    if cuda_errors.is_exhausted(error) or getattr(error, "errno", 0) == errno.ENOMEM:
         return Exit.HOST_MEMORY, f"out of host memory: {text}"
-    if "torch.AcceleratorError" in kinds or "CUDA error" in text:
+    if cuda_errors.is_sticky(error):
         return Exit.POISONED, f"the device can no longer be used by this process: {text}"
     if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
         return Exit.DISK_FULL, f"the disk is full: {text}"
