@@ -35,14 +35,14 @@ async def stop_after_failure_of(name: str) -> _Stop:
 
 
 def test_objects_from_before_serving_are_exempt_from_garbage_collection() -> None:
-    before = gc.get_threshold()
+    before, made = gc.get_threshold(), [[number] for number in range(1000)]
+    frozen = gc.get_freeze_count()  # modules and tests: conftest.py
     gc.disable()
     try:
         _freeze_collector()
         assert gc.isenabled()
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() - frozen > len(made)
     finally:
-        gc.unfreeze()
         gc.set_threshold(*before)
         gc.enable()
 
