@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,66 +203,70 @@ def test_every_part_is_shorter_than_five_minutes_and_all_fit_one_command_of_nine
 
 
 ALL_PARTS = """
-import sys
-from pathlib import Path
-from scripts.gpu_parts import Setting
-from tests.programs import load
-
-program, folder = load("gpu_check"), Path(sys.argv[1])
-setting = Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
-for name in program.PARTS:
-    program.run_part(name, setting, program.Results(folder / "gpu.jsonl"))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_every_part_passes_on_the_cpu(tmp_path: Path) -> None:
-    """In one process, since most of their time here is for imports."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALL_PARTS, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    lines = list(map(json.loads, (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()))
-    assert [(line["part"], line.get("error", line["outcome"])) for line in lines] == [
-        (name, "passed") for name in gpu_parts.PARTS
-    ], done.stderr
-    facts = {line["part"]: line["facts"] for line in lines}
-    assert {"workspace", "assumed_workspaces"} <= facts["device"].keys()
-    assert {"call_us", "call_bytes", "assumed_bytes"} <= facts["long"]["attention"].keys()
-    assert facts["swap"]["memory"].keys() == {"reserved", "measured", "expected_growth"}
-    for rows_in_step in (1, 4):
-        trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
-        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
-
-
-PART = """
-import sys, weakref
+import json, sys, weakref
 from pathlib import Path
 from scripts import gpu_parts
+from tests.programs import load
 
-tool, folder, models = gpu_parts.bench(), Path(sys.argv[2]), []
+program, tool, folder, models, loads = load("gpu_check"), gpu_parts.bench(), Path(sys.argv[1]), [], {}
 
 class Watched(tool.Ours):
     def __init__(self, *args, **options):
-        assert not any(model() for model in models)
+        loads[name].append(sum(model() is not None for model in models))
         super().__init__(*args, **options)
         models.append(weakref.ref(self.engine._generation._backend.runner._model))
 
 tool.Ours = Watched
-gpu_parts.PARTS[sys.argv[1]].run(gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None))
-assert len(models) > 1
+setting = gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
+for name in program.PARTS:
+    loads[name] = []
+    program.run_part(name, setting, program.Results(folder / "gpu.jsonl"))
+print(json.dumps(loads))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["prompts", "ahead"])
-def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(part: str, tmp_path: Path) -> None:
-    """On a card each of them may take a third of the memory."""
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    lines: list[dict[str, Any]]
+    loads: dict[str, list[int]]
+    """How many models of earlier loads there still were at each load of a part."""
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All parts on the CPU, in one process, since most of their time here is for imports."""
+    folder = tmp_path_factory.mktemp("parts")
     done = subprocess.run(
-        [sys.executable, "-c", PART, part, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", ALL_PARTS, str(folder)], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+    lines = list(map(json.loads, (folder / "gpu.jsonl").read_text("utf-8").splitlines()))
+    return Run(folder, lines, json.loads(done.stdout.splitlines()[-1]), done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_part_passes_on_the_cpu(whole: Run) -> None:
+    assert [(line["part"], line.get("error", line["outcome"])) for line in whole.lines] == [
+        (name, "passed") for name in gpu_parts.PARTS
+    ], whole.errors
+    facts = {line["part"]: line["facts"] for line in whole.lines}
+    assert {"workspace", "assumed_workspaces"} <= facts["device"].keys()
+    assert {"call_us", "call_bytes", "assumed_bytes"} <= facts["long"]["attention"].keys()
+    assert facts["swap"]["memory"].keys() == {"reserved", "measured", "expected_growth"}
+    for rows_in_step in (1, 4):
+        trace = json.loads((whole.folder / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
+        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_part_that_loads_a_model_several_times_has_one_of_them_at_a_time(whole: Run) -> None:
+    """On a card each of them may take a third of the memory."""
+    several = {part: loads for part, loads in whole.loads.items() if len(loads) > 1}
+    assert several == {"prompts": [0] * 2, "ahead": [0] * 4}
 
 
 @pytest.mark.slow
