@@ -17,6 +17,8 @@ from router.registry.registry import Registry
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route
 
+TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
+
 
 @dataclass(frozen=True, slots=True)
 class JsonReply:
@@ -92,6 +94,18 @@ class ApiCall:
         """The id of the model that the path or the query names. Raises BadRequest, ModelNotFound."""
         id, _ = self.registry.choose(self.key, path=self.path.get("id"), body=None, query=self.query)
         return id
+
+
+def flag(query: Mapping[str, str], name: str) -> bool | None:
+    """A boolean of the query; None if it is missing. Raises BadRequest."""
+    text = query.get(name)
+    if text is None:
+        return None
+    if text.casefold() in TRUE:
+        return True
+    if text.casefold() in FALSE:
+        return False
+    raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
 
 
 def number(query: Mapping[str, str], name: str, low: int, high: int, default: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from router.api.call import ApiCall, ApiResult, JsonReply, model_name
+from router.api.call import ApiCall, ApiResult, JsonReply, flag, model_name
 from router.api.status import capabilities, status_of, value_of
 from router.config.api_keys import ApiKey
 from router.config.presets import Preset
@@ -18,7 +18,7 @@ from router.fleet.worker import State, Worker
 from router.memory.checkpoint import modalities
 from router.memory.checkpoint_facts import rows
 from router.registry.pulls import presets_using_files
-from router.registry.registry import BUILD, Registry, flag
+from router.registry.registry import BUILD, Registry
 from router.registry.shared_workers import ListedModel, errors_with_name
 from router.registry.snapshot_info import SnapshotTexts
 from router.registry.worker_groups import preset_ids

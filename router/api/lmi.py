@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from router.api.call import ApiCall, ApiResult, JsonReply, number
+from router.api.call import ApiCall, ApiResult, JsonReply, flag, number
 from router.api.status import wall_clock
 from router.config import ini, serving_properties
 from router.config.api_keys import ApiKey
@@ -25,7 +25,7 @@ from router.errors import ApiError, BadRequest, DoesNotFit, ModelNotFound, Prese
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker
 from router.memory import checkpoint_facts
-from router.registry.registry import Registry, flag
+from router.registry.registry import Registry
 from worker.protocol.routes import ignored_fields
 
 T = TypeVar("T")

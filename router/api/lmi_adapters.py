@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from router.api.call import ApiCall, ApiResult
+from router.api.call import ApiCall, ApiResult, flag
 from router.api.lmi import allowed_folder, hub_source, page
 from router.config.api_keys import ApiKey
 from router.config.presets import ADAPTER_NAME, HUB, Preset
@@ -21,7 +21,7 @@ from router.fleet.worker import State
 from router.fleet.worker_argv import program_of
 from router.launch.interface import WorkerLost
 from router.registry.overrides import RegisteredAdapter
-from router.registry.registry import Registry, flag
+from router.registry.registry import Registry
 from router.registry.shared_workers import send_adapters
 from router.store.catalogue import missing_adapter
 from worker.protocol.argv import AdapterSource

@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from router.api.call import ApiCall, ApiResult, FrameStream
+from router.api.call import ApiCall, ApiResult, FrameStream, flag
 from router.api.status import REASONS, VALUES, bytes_by_source, progress_object, status
 from router.config.api_keys import ApiKey
 from router.events import Event
 from router.fleet.lifecycle import FETCHED
 from router.fleet.worker import State
 from router.registry.auth import Access
-from router.registry.registry import Registry, flag
+from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel
 from worker.protocol.events import PERMANENT_EXITS, Exit
 

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from router.api import lmi, ollama
+from router.api.call import flag
 from router.api.request_log import RequestLog, RequestRecord
 from router.config.settings import MAX_BUFFERED
 from router.errors import (
@@ -44,7 +45,7 @@ from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error, wait_for_client
 from router.log import request_line
-from router.registry.registry import Registry, flag
+from router.registry.registry import Registry
 from worker.protocol import json_faults
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS

@@ -32,7 +32,6 @@ from router.store.catalogue import Further
 from router.store.snapshots import Snapshots
 
 BUILD = f"b0-{__version__}"
-TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
 MAX_NAME_LENGTH = 192  # characters; a longer name is not repeated in a message
 MOST_COMPARED = 20  # names that an unknown one is compared with
 # Characters of an unknown name; similar names to a longer one are not searched for. With 1,000 models the search takes
@@ -354,15 +353,3 @@ def _is_registered(preset: Preset | None) -> bool:
     """True if a call has registered the model and no file defines it."""
     origins = preset.origins if preset is not None else {}
     return origins.get("model", origins.get("hf-repo", "")).startswith(f"{REGISTERED}:")
-
-
-def flag(query: Mapping[str, str], name: str) -> bool | None:
-    """A boolean of the query; None if it is missing. Raises BadRequest."""
-    text = query.get(name)
-    if text is None:
-        return None
-    if text.casefold() in TRUE:
-        return True
-    if text.casefold() in FALSE:
-        return False
-    raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
