@@ -28,7 +28,7 @@ from router.config.presets import REPO, Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import ConfigError, RouterError
-from router.store.catalogue import Further, find_preset, for_all, load_catalogue, read_keys
+from router.store.catalogue import AddedModels, find_preset, for_all, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 STDERR = 2  # its file descriptor
@@ -432,9 +432,9 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
         click.echo(f"warning: {lacks}", err=True)
     first = [loaded]
 
-    def load(further: Further) -> LoadedPresets:
+    def load(added: AddedModels) -> LoadedPresets:
         """The presets just read, at the first call; after that the current ones."""
-        return first.pop() if first else load_catalogue(parsed, models, os.environ, further)
+        return first.pop() if first else load_catalogue(parsed, models, os.environ, added)
 
     from router.cli.serve import run  # Imported late: it brings the HTTP server, which no other command needs.
 

@@ -25,7 +25,6 @@ from aiohttp import web
 from router import __version__
 from router import log as log_lines
 from router.config import xdg
-from router.config.api_keys import ApiKey
 from router.config.file_watcher import until_written, watching
 from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
@@ -47,7 +46,7 @@ from router.registry.auth import Access
 from router.registry.registry import Registry
 from router.registry.shared_workers import SharedWorkers
 from router.registry.worker_groups import fleet_presets, group_presets
-from router.store.catalogue import NOTHING, Further
+from router.store.catalogue import NONE_ADDED, LoadPresets, ReadKeys
 from router.store.snapshots import Snapshots
 from worker.protocol.memory import MIB
 
@@ -65,7 +64,7 @@ ESSENTIAL = frozenset({"devices"})
 GIB = 1 << 30
 
 
-def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]) -> int:
+def run(settings: Settings, load: LoadPresets, keys: ReadKeys) -> int:
     """Serve until stopped. Return the exit code. `load` reads presets and folders, `keys` reads API keys and key
     files. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -108,11 +107,9 @@ def _ended(code: int) -> int:
     return code
 
 
-async def _main(
-    settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]
-) -> int:
+async def _main(settings: Settings, load: LoadPresets, keys: ReadKeys) -> int:
     stop = _Stop()
-    loaded = load(NOTHING)
+    loaded = load(NONE_ADDED)
     async with AsyncExitStack() as stack:
         stack.enter_context(_readers())
         registry = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
@@ -170,9 +167,9 @@ class _Stop:
 @asynccontextmanager
 async def _router(
     settings: Settings,
-    load: Callable[[Further], LoadedPresets],
+    load: LoadPresets,
     loaded: LoadedPresets,
-    keys: Callable[[], tuple[ApiKey, ...]],
+    keys: ReadKeys,
     stop: _Stop,
 ) -> AsyncIterator[Registry]:
     """One router, which serves for the length of the block."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 from router.config.model_source import FoundModel
 from router.config.presets import Preset
 from router.registry.worker_groups import PresetGroup, group_presets
-from router.store.catalogue import Further
+from router.store.catalogue import AddedModels
 from worker.protocol.argv import AdapterSource
 
 T = TypeVar("T")
@@ -34,10 +34,10 @@ class ModelOverrides:
     replicas: dict[str, tuple[int, int]] = field(default_factory=dict)  # least and most workers
     adapters: dict[str, dict[str, RegisteredAdapter]] = field(default_factory=dict)  # by model, then by adapter name
 
-    def sources(self, found: FoundModel | None = None, *, id: str = "", section: str = "") -> Further:
+    def sources(self, found: FoundModel | None = None, *, id: str = "", section: str = "") -> AddedModels:
         """The models to read beside those in files; with `found`, or `section` as model `id`, one more."""
         sections = {**self.sections, id: section} if section else self.sections
-        return Further((*self.fetched.values(), *((found,) if found else ())), "\n".join(sections.values()))
+        return AddedModels((*self.fetched.values(), *((found,) if found else ())), "\n".join(sections.values()))
 
     def set_adapter(self, id: str, names: PresetGroup, adapter: str, registered: RegisteredAdapter | None) -> None:
         """Add or replace an adapter of model `id`, or remove it with None, for all `names` that share its worker."""

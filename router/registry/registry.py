@@ -16,7 +16,7 @@ from router import __version__
 from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
 from router.config.presets import Preset
-from router.config.resolve import REGISTERED, LoadedPresets
+from router.config.resolve import REGISTERED
 from router.config.settings import Settings
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
@@ -28,7 +28,7 @@ from router.registry.auth import Access
 from router.registry.overrides import ModelOverrides, RegisteredAdapter
 from router.registry.shared_workers import ListedModel, SharedWorkers
 from router.registry.snapshot_info import SnapshotInfo
-from router.store.catalogue import Further
+from router.store.catalogue import LoadPresets, ReadKeys
 from router.store.snapshots import Snapshots
 
 BUILD = f"b0-{__version__}"
@@ -50,8 +50,8 @@ class Registry:
     files: Snapshots
     events: EventLog
     access: Access
-    load: Callable[[Further], LoadedPresets]  # reads presets, folders and caches; returns problems, does not raise them
-    keys: Callable[[], tuple[ApiKey, ...]]  # reads the key files
+    load: LoadPresets
+    keys: ReadKeys
     shared_workers: SharedWorkers
     port: int = 0
     logs: Ring = field(default_factory=Ring)
@@ -132,9 +132,9 @@ class Registry:
         async with self._reloading:
             try:
                 self._drop_completed_pulls()
-                further = self.overrides.sources()
+                added = self.overrides.sources()
                 self._removed.clear()
-                loaded, keys = await asyncio.to_thread(lambda: (self.load(further), self.keys()))
+                loaded, keys = await asyncio.to_thread(lambda: (self.load(added), self.keys()))
             except ConfigError as error:
                 messages = [{"message": line} for line in error.problems]
                 raise self._reload_failed("settings", error.problems, messages) from None

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,19 +30,23 @@ from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, shard_
 
 
 @dataclass(frozen=True, slots=True)
-class Further:
-    """Models that a running router lists beside its files and folders."""
+class AddedModels:
+    """Models that calls have added to a running router, beside those of its files and folders."""
 
     found: tuple[FoundModel, ...] = ()  # models that are pulled from the hub; they may be incomplete
     sections: str = ""  # models that were registered by a call, as sections of a preset file
 
 
-NOTHING = Further()
+NONE_ADDED = AddedModels()
+# Read presets, folders and caches again, or API keys and key files. The first returns problems, the second raises them.
+LoadPresets = Callable[[AddedModels], LoadedPresets]
+ReadKeys = Callable[[], tuple[ApiKey, ...]]
+
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def load_catalogue(
-    settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], further: Further = NOTHING
+    settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], added: AddedModels = NONE_ADDED
 ) -> LoadedPresets:
     """Return all models of a router. It may be called again at any time, for a reload.
 
@@ -58,7 +62,7 @@ def load_catalogue(
         problems += [Problem("--models-dir", 0, "", "", f"{settings.models_dir}: {fault}")] if fault else []
     if settings.lists_cache:
         found += _cache(settings.hub_cache or hub_cache(environ))
-    found += further.found
+    found += added.found
     path = Path(settings.models_preset) if settings.models_preset else None
     if settings.serves_demo:
         path = demo_preset()
@@ -80,7 +84,7 @@ def load_catalogue(
         swap_patience=settings.swap_patience,
         strict=settings.strict_presets,
         strict_fields=settings.strict_fields,
-        registered=further.sections,
+        registered=added.sections,
     )
     problems += loaded.problems
     if not problems:
