@@ -8,7 +8,7 @@ from typing import Any, Literal
 from router.config import preset_keys
 from router.config.ini import Problem, is_utf8
 from router.config.option_types import nearest, shown
-from router.config.precedence import Layer, Setting, SettingReader
+from router.config.precedence import OWN, Layer, Setting, SettingReader
 from router.config.presets import GGUF, REPO, repository
 from worker.protocol.snapshot_files import NO_GGUF
 
@@ -51,16 +51,18 @@ def resolve_source(
         fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
         return None
     named = model or repo
+    entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
     fields: dict[str, Any] | None
+    if named is None and {(id, "model"), (id, "hf-repo")} & reader.collector.faulty:
+        return None
+    if named is None and entry is None and ":" in id and REPO.fullmatch(id):  # as `router org/name:revision`
+        named = repo = Setting(id, OWN, place, "hf-repo")
     if named is not None:
         fields = _parse(named, reader, sections, is_repo=named is repo)
-    elif (id, "model") in reader.collector.faulty or (id, "hf-repo") in reader.collector.faulty:
+    elif entry is None:
+        fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
         return None
     else:
-        entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
-        if entry is None:
-            fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
-            return None
         if reader.disk.kind(entry.path) == "lmi" and not place.line:
             reader.collector.warn(
                 replace(place, file=entry.path, section=""), f"is not listed: it {_NO_SNAPSHOT['lmi']}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.config import preset_keys
 from router.config.effective import args, effective
 from router.config.model_source import FoundModel
-from router.config.presets import ALL_DEVICES, KEYS, same_load
+from router.config.presets import ALL_DEVICES, GGUF, KEYS, same_load
 from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
@@ -613,6 +613,16 @@ def test_a_split_can_be_set_by_the_keys_of_several_servers(line: str, field: str
     key = next(key for key in KEYS if key.field == field)
     assert key.kind(key.kind.write(value)) == value
     assert not same_load(preset, one("")), "it takes effect with a fresh worker"
+
+
+def test_a_section_named_as_a_revision_of_a_repository_is_that_revision() -> None:
+    cached = FoundModel("org/name:v2", "cache", repo="org/name", revision="v2")
+    loaded = read("[org/name:v2]\n[org/name:main]\n[org/NAME:v3]\nctx-size = 512", found=[cached])
+    sources = [(preset.source, preset.repo, preset.revision) for preset in loaded.presets.values()]
+    assert sources == [("preset", "org/name", "v2"), ("preset", "org/name", "main"), ("preset", "org/NAME", "v3")]
+    assert complaints("[org/name:Q4_K_M]") == [f"models.ini:1: [org/name:Q4_K_M] {GGUF}"]
+    assert "a revision stands in line 1 already" in complaints("[org/name:v3]\nrevision = v4")[0]
+    assert "names no model" in complaints("[org/name]")[0]
 
 
 @pytest.mark.parametrize(
