@@ -35,21 +35,21 @@ def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
 
 def _model_options() -> Iterable[tuple[str, str, click.Option]]:
     """(parameter, spelling, option) of every preset key and its other spellings. Hidden, since there are hundreds."""
-    for number, (name, word) in enumerate(preset_keys.WORDS.items()):
+    for number, (name, option) in enumerate(preset_keys.BY_SPELLING.items()):
         if name in settings.SPELLINGS:
             continue
         parameter = f"m_{number}"
         is_short = len(name) <= 5 or name == "ncmoed"  # llama-server: -np, -ngl
         dashes = ["-"] if len(name) == 1 else ["--", "-"] if is_short else ["--"]
-        is_flag = preset_keys.Spelling(word, name).is_flag
+        is_flag = preset_keys.Spelling(option, name).is_flag
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
-        repeats = isinstance(word, PresetKey) and isinstance(word.kind, Names | Strings)
+        repeats = isinstance(option, PresetKey) and isinstance(option.kind, Names | Strings)
         facts: dict[str, Any] = {"is_flag": is_flag}
         # vLLM's --enable-lora and -fa of older llama-servers have no value: they mean `on` if an option or nothing
         # follows.
-        if not is_flag and isinstance(word, PresetKey) and isinstance(word.kind, OneOf) and word.kind.is_switch:
+        if not is_flag and isinstance(option, PresetKey) and isinstance(option.kind, OneOf) and option.kind.is_switch:
             facts["flag_value"] = "on"
         yield parameter, name, click.Option([*names, parameter], **facts, default=None, hidden=True,
                                             multiple=name == "env" or (repeats and not is_flag))  # fmt: skip

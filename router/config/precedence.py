@@ -64,7 +64,7 @@ Layer = dict[str, Setting]
 def _completes(layer: Layer, spelling: Spelling) -> bool:
     """True if `layer` has the other half of the same key: cache-type-k and cache-type-v may both be given."""
     before = layer.get(spelling.canonical)
-    return before is not None and isinstance(spelling.word, PresetKey) and spelling.word.sets_other_part(
+    return before is not None and isinstance(spelling.option, PresetKey) and spelling.option.sets_other_part(
         before.name, spelling.name
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def batches_anyway(settings: Iterable[tuple[str, str]]) -> bool:
     """True if LMI's async_mode is on. It requires rolling_batch = disable, and batches continuously nevertheless."""
     for name, text in settings:
         spelling = preset_keys.find(name)
-        if spelling is not None and spelling.word.name == "async-mode":
+        if spelling is not None and spelling.option.name == "async-mode":
             with contextlib.suppress(click.BadParameter):
                 return spelling.text(text) == "on"
     return False
@@ -81,7 +81,7 @@ def batches_anyway(settings: Iterable[tuple[str, str]]) -> bool:
 
 def _is_rolling_batch(name: str) -> bool:
     spelling = preset_keys.find(name)
-    return spelling is not None and spelling.word.name == "rolling-batch"
+    return spelling is not None and spelling.option.name == "rolling-batch"
 
 
 class ProblemCollector:
@@ -142,7 +142,7 @@ class SettingReader:
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=level == PROPERTIES):
                 before = written.get(spelling.canonical)
-                if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+                if before is not None and spelling.option.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, level, quoted=entry.quoted)
@@ -158,7 +158,7 @@ class SettingReader:
         self._folders[path] = str(PurePosixPath(path).parent)
         section, problems = serving_properties.parse(text, file=path, name=name)
         self.collector.problems += problems
-        given = {spelling.word.name for entry in section.entries if (spelling := preset_keys.find(entry.key))}
+        given = {spelling.option.name for entry in section.entries if (spelling := preset_keys.find(entry.key))}
         if "entry-point" not in given and self.disk.kind(f"{self._folders[path]}/model.py") == "file":
             message = "model.py beside it is a handler, which is not run; remove it, or set option.entryPoint ="
             self._fail(Problem(path, 0, name, "", ""), f"{message} djl_python.huggingface")
@@ -196,7 +196,7 @@ class SettingReader:
             with contextlib.suppress(click.BadParameter):
                 stated = spelling.text(text)
             before = layer.get(spelling.canonical)
-            if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+            if before is not None and spelling.option.name != "env" and not _completes(layer, spelling):
                 if stated != texts[spelling.canonical]:
                     self._warn(place, f"has no effect beside {before.place.file}; remove one of the two")
                 continue
@@ -239,7 +239,7 @@ class SettingReader:
                     message = f"is for one model, and {_count(named)} named at start; name one alone"
                     self._fail(place, f"{message}, or write a section [id] with it in a file for --models-preset")
                     continue
-                canonical, is_variable = spelling.canonical, spelling.word.name == "env"
+                canonical, is_variable = spelling.canonical, spelling.option.name == "env"
                 before = None if is_variable or _completes(layer, spelling) else layer.get(canonical)
                 self._add(layer, spelling, value, place, COMMAND_LINE)
                 if before is not None and layer[canonical].value == ():
@@ -273,43 +273,44 @@ class SettingReader:
         if spelling is None:
             self._unknown(written, place)
             return
-        word = spelling.word
-        if isinstance(word, ForeignOption) and not word.is_refused:
-            self._ignore(word, spelling, written, text, place)
+        option = spelling.option
+        if isinstance(option, ForeignOption) and not option.is_refused:
+            self._ignore(option, spelling, written, text, place)
             return
         try:
             text = spelling.text(text)
         except click.BadParameter as error:
-            self._fault(place, word.name, error.message)
+            self._fault(place, option.name, error.message)
             return
-        if isinstance(word, ForeignOption):
-            for value in word.values(text):
-                if meant := word.means.get(value.lower()):
+        if isinstance(option, ForeignOption):
+            for value in option.values(text):
+                if meant := option.means.get(value.lower()):
                     yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
-                elif not word.accepts(value):
-                    self._fail(place, _not_offered(word, place, value))
-        elif word.name == "env" and not spelling.variable:
+                elif not option.accepts(value):
+                    self._fail(place, _not_offered(option, place, value))
+        elif option.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
-        elif word.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
+        elif option.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
             yield Spelling(preset_keys.BY_NAME["spec-type"], spelling.name), "ngram-simple"
-        elif word.name == "rope-scaling" and text.lstrip().startswith("{"):
-            yield from self._members(rope_scaling.keys_of, text, word, place)
-        elif word.name == "model-draft" and text.lstrip().startswith("{"):
-            yield from self._members(vllm_objects.speculative_config, text, word, place)
-        elif word.name == "limit-images" and ("{" in text or "=" in text):
-            yield from self._members(vllm_objects.limit_mm_per_prompt, text, word, place)
-        elif word.name == "chat-template" and text.endswith(".jinja") and self.disk.kind(self.path(text, place)):
+        elif option.name == "rope-scaling" and text.lstrip().startswith("{"):
+            yield from self._members(rope_scaling.keys_of, text, option, place)
+        elif option.name == "model-draft" and text.lstrip().startswith("{"):
+            yield from self._members(vllm_objects.speculative_config, text, option, place)
+        elif option.name == "limit-images" and ("{" in text or "=" in text):
+            yield from self._members(vllm_objects.limit_mm_per_prompt, text, option, place)
+        elif option.name == "chat-template" and text.endswith(".jinja") and self.disk.kind(self.path(text, place)):
             yield Spelling(preset_keys.BY_NAME["chat-template-file"], spelling.name), text
         else:
             yield spelling, text
 
-    def _ignore(self, word: ForeignOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
+    def _ignore(self, option: ForeignOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
         """Record an option without a meaning here, unless its value changes nothing. `finish` warns about it."""
         with contextlib.suppress(click.BadParameter):  # it has no effect with any value
             text = spelling.text(text)
-        if word.accepts(text):
+        if option.accepts(text):
             return
-        message = f'"{written.lstrip("-")}" {word.message}' if place.line else word.message  # else it names the option
+        # Without a line, the place names the option.
+        message = f'"{written.lstrip("-")}" {option.message}' if place.line else option.message
         self.have_no_effect(spelling.name if place.line else written, place, message)  # several variables may mean one
 
     def have_no_effect(self, name: str, place: Problem, message: str) -> None:
@@ -335,22 +336,22 @@ class SettingReader:
                 self._fail(place, "env: write NAME=value, several with commas, or one env.NAME = value each")
 
     def _members(
-        self, keys_of: Callable[[str], Mapping[str, str]], text: str, word: PresetKey, place: Problem
+        self, keys_of: Callable[[str], Mapping[str, str]], text: str, option: PresetKey, place: Problem
     ) -> Iterator[tuple[Spelling, str]]:
         """The keys that a JSON object of vLLM and LMI means."""
         try:
             found = keys_of(text)
         except click.BadParameter as error:
-            self._fault(place, word.name, error.message)
+            self._fault(place, option.name, error.message)
         except ValueError as error:
-            self._fault(place, word.name, str(error))
+            self._fault(place, option.name, str(error))
         else:
             yield from ((Spelling(preset_keys.BY_NAME[name], name), value) for name, value in found.items())
 
     def _add(
         self, layer: Layer, spelling: Spelling, text: str, place: Problem, level: int, *, quoted: bool = False
     ) -> None:
-        key = spelling.word
+        key = spelling.option
         assert isinstance(key, PresetKey)
         if level == PROPERTIES and key.name in ("python", "env", "import"):
             # The file comes with the model. The first two would run any program, and imports are not nested.
@@ -457,11 +458,11 @@ class SettingReader:
         report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
 
 
-def _not_offered(word: ForeignOption, place: Problem, text: str) -> str:
+def _not_offered(option: ForeignOption, place: Problem, text: str) -> str:
     """The message for an option that is not offered, with its value if other values are accepted."""
-    if (word.neutral or word.means) and not (word.is_flag and place.file.startswith("-")):  # a flag has no value
-        return f"{place.key}: {shown(text)} {word.message}" if place.line else f"{shown(text)} {word.message}"
-    return f'"{place.key}" {word.message}' if place.line else word.message  # else the place names the key
+    if (option.neutral or option.means) and not (option.is_flag and place.file.startswith("-")):  # a flag has no value
+        return f"{place.key}: {shown(text)} {option.message}" if place.line else f"{shown(text)} {option.message}"
+    return f'"{place.key}" {option.message}' if place.line else option.message  # else the place names the key
 
 
 def unreadable(error: OSError | ValueError) -> str:

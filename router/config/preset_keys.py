@@ -107,23 +107,23 @@ _IN_LMI = {
 BY_NAME: Mapping[str, PresetKey] = {key.name: key for key in KEYS}
 
 
-def _spellings(words: Iterable[KnownOption]) -> dict[str, KnownOption]:
+def _spellings(options: Iterable[KnownOption]) -> dict[str, KnownOption]:
     table: dict[str, KnownOption] = {}
-    for word in words:
-        names = word.names if isinstance(word, ForeignOption) else (word.name, *word.also, *word.switches)
+    for option in options:
+        names = option.names if isinstance(option, ForeignOption) else (option.name, *option.also, *option.switches)
         for name in names:
             assert name not in table, f"{name} has two meanings"
-            table[name] = word
+            table[name] = option
     return table
 
 
 _OPTIONS: tuple[KnownOption, ...] = (*KEYS, *FOREIGN)
 # By all spellings except variables, case-sensitive (`C` is not `c`).
-WORDS: Mapping[str, KnownOption] = _spellings(_OPTIONS)
+BY_SPELLING: Mapping[str, KnownOption] = _spellings(_OPTIONS)
 # The spellings that a message may suggest.
-_SUGGESTED = [name for name, word in WORDS.items() if isinstance(word, PresetKey) or word.is_refused]
+_SUGGESTED = [name for name, option in BY_SPELLING.items() if isinstance(option, PresetKey) or option.is_refused]
 # Variables whose names cannot be derived from a spelling.
-VARIABLES: Mapping[str, KnownOption] = {name: word for word in _OPTIONS for name in word.env}
+VARIABLES: Mapping[str, KnownOption] = {name: option for option in _OPTIONS for name in option.env}
 _LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
 PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
 DEVICE_PREFIXES = ("gpu.", "cpu.")  # of LMI's keys for one kind of device
@@ -133,7 +133,7 @@ DEVICE_PREFIXES = ("gpu.", "cpu.")  # of LMI's keys for one kind of device
 class Spelling:
     """The meaning of a name in a file, a flag or a variable: an option in the tables, possibly negated."""
 
-    word: KnownOption
+    option: KnownOption
     name: str  # as in the tables: the option's name, a synonym or a switch
     negated: bool = False
     variable: str = ""  # NAME of `env.NAME`
@@ -143,19 +143,19 @@ class Spelling:
         """The name in a layer of settings. LMI's spellings for one kind of device keep their prefix until the device of
         the model is known."""
         prefix = next((prefix for prefix in DEVICE_PREFIXES if self.name.startswith(prefix)), "")
-        return f"env.{self.variable}" if self.variable else f"{prefix}{self.word.name}"
+        return f"env.{self.variable}" if self.variable else f"{prefix}{self.option.name}"
 
     @property
     def is_flag(self) -> bool:
         """True if it may be given without a value."""
-        return self.word.is_flag or (isinstance(self.word, PresetKey) and self.name in self.word.switches)
+        return self.option.is_flag or (isinstance(self.option, PresetKey) and self.name in self.option.switches)
 
     def text(self, value: str) -> str:
         """The value in the form for the key's main name (a switch may stand for a value). Raises click.BadParameter."""
         if self.is_flag:
             on = _FLAG(value) != self.negated
-            if isinstance(self.word, PresetKey) and self.name in self.word.switches:
-                return self.word.switches[self.name][0 if on else 1]
+            if isinstance(self.option, PresetKey) and self.name in self.option.switches:
+                return self.option.switches[self.name][0 if on else 1]
             return "on" if on else "off"
         return value
 
@@ -182,19 +182,19 @@ def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
         return None  # one-letter and two-letter names are valid as flags and keys only
     if name in _IN_LMI and (in_lmi or prefix in _LMI_PREFIXES or bare == name.replace("-", "_")):
         return Spelling(_IN_LMI[name], name)
-    if name in WORDS:
-        return Spelling(WORDS[name], name)
-    if name.startswith("no-") and name[3:] in WORDS:
-        spelling = Spelling(WORDS[name[3:]], name[3:], negated=True)
+    if name in BY_SPELLING:
+        return Spelling(BY_SPELLING[name], name)
+    if name.startswith("no-") and name[3:] in BY_SPELLING:
+        spelling = Spelling(BY_SPELLING[name[3:]], name[3:], negated=True)
         return spelling if spelling.is_flag else None
     return None
 
 
-def _of_variable(word: KnownOption, variable: str) -> Spelling:
+def _of_variable(option: KnownOption, variable: str) -> Spelling:
     switch = {
         "LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking", "LLAMA_ARG_BATCH": "batch-size",
-    }.get(variable, word.name)  # fmt: skip
-    return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
+    }.get(variable, option.name)  # fmt: skip
+    return Spelling(option, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 
 def nearest_variable(name: str, further: Iterable[str]) -> str:

@@ -113,7 +113,7 @@ def build_world(folder: Path) -> None:
 def _of_section(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
     """Lines of the section [m] of a preset file, with a model unless a line names one."""
     spellings = [preset_keys.find(line.partition("=")[0].strip()) for line in given]
-    names_model = any(spelling is not None and spelling.word.name in SOURCES for spelling in spellings)
+    names_model = any(spelling is not None and spelling.option.name in SOURCES for spelling in spellings)
     Path("row.ini").write_text("\n".join(["[m]", *([] if names_model else ["model = tiny"]), *given, ""]))
     return ["check", "row.ini"]
 

@@ -441,4 +441,4 @@ def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
 
 def test_every_spelling_of_a_key_is_a_flag() -> None:
     known = {name for _, (name, _) in options.MODEL_KEYS.items()}
-    assert known == set(preset_keys.WORDS) - settings.SPELLINGS.keys()
+    assert known == set(preset_keys.BY_SPELLING) - settings.SPELLINGS.keys()

@@ -505,7 +505,9 @@ def test_any_file_is_read_without_an_exception(text: str) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(sorted(preset_keys.WORDS)), st.text(st.characters(codec="utf-8"), max_size=12)))
+    st.lists(
+        st.tuples(st.sampled_from(sorted(preset_keys.BY_SPELLING)), st.text(st.characters(codec="utf-8"), max_size=12))
+    )
 )
 def test_any_value_of_any_key_is_read_without_an_exception(pairs: list[tuple[str, str]]) -> None:
     body = "".join(f"{key} = {json.dumps(value)}\n" for key, value in pairs)
@@ -567,7 +569,7 @@ def test_only_queue_size_and_names_of_models_are_keys_and_options_of_the_router(
     from router.config.settings import SPELLINGS, UNAVAILABLE
 
     names = {"model", "m", "model-path", "model-id", "model-names", "hf-repo", "hf", "hfr"}
-    assert set(preset_keys.WORDS) & {*SPELLINGS, *UNAVAILABLE} == {"queue-size", *names}
+    assert set(preset_keys.BY_SPELLING) & {*SPELLINGS, *UNAVAILABLE} == {"queue-size", *names}
 
 
 def test_the_built_in_models_are_those_that_a_worker_makes() -> None:
