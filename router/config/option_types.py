@@ -182,8 +182,8 @@ class OneOf(Kind, click.Choice[str]):
 class LastOf(OneOf):
     """A list of `values`, separated by commas. The one that comes last in `values` applies."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        found = {super(LastOf, self).convert(item, param, ctx) for item in value.split(",")}
+    def read(self, text: str) -> str:
+        found = {OneOf.read(self, item) for item in text.split(",")}
         return next(choice for choice in reversed(self.choices) if choice in found)
 
 
