@@ -128,7 +128,7 @@ class SettingReader:
         self._fail, self._fault, self._warn = self.collector.fail, self.collector.fault, self.collector.warn
         self._file, self._folder, self._working = file, folder, working
         self._environ, self.strict = environ, strict
-        self._folders: dict[str, str] = {}  # of the files of LMI that were read, by file
+        self._lmi_folders: dict[str, str] = {}  # by serving.properties that was read
         self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
 
     def section(self, section: ini.Section, level: int) -> Layer:
@@ -155,11 +155,11 @@ class SettingReader:
         except (OSError, ValueError) as error:
             self._fail(Problem(path, 0, name, "", ""), unreadable(error))
             return {}
-        self._folders[path] = str(PurePosixPath(path).parent)
+        self._lmi_folders[path] = str(PurePosixPath(path).parent)
         section, problems = serving_properties.parse(text, file=path, name=name)
         self.collector.problems += problems
         given = {spelling.option.name for entry in section.entries if (spelling := preset_keys.find(entry.key))}
-        if "entry-point" not in given and self.disk.kind(f"{self._folders[path]}/model.py") == "file":
+        if "entry-point" not in given and self.disk.kind(f"{self._lmi_folders[path]}/model.py") == "file":
             message = "model.py beside it is a handler, which is not run; remove it, or set option.entryPoint ="
             self._fail(Problem(path, 0, name, "", ""), f"{message} djl_python.huggingface")
         return self.section(section, PROPERTIES)
@@ -257,7 +257,7 @@ class SettingReader:
         """
         if text == "~" or text.startswith("~/"):
             return str(PurePosixPath(self._environ.get("HOME", "/")) / text[2:])
-        start = self._folders.get(place.file, self._folder) if place.line else self._working
+        start = self._lmi_folders.get(place.file, self._folder) if place.line else self._working
         path = str(PurePosixPath(start) / text)
         fallback = str(PurePosixPath(self._working) / text)
         if not self.disk.kind(path) and fallback != path and self.disk.kind(fallback):
