@@ -29,15 +29,15 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
     if prompt is None:
         raise InvalidValue("prompt must be a string; send inputs to POST /invocations", param="prompt")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")
-    return chat.call(EricLlmWriter(prompt, chat), ignored=ignored)
+    parsed = await parse_text({**openai_body, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")
+    return parsed.call(EricLlmWriter(prompt, parsed), ignored=ignored)
 
 
 class EricLlmWriter(ReplyWriter):
     """Writer of `{text}`, a list for several choices."""
 
-    def __init__(self, prompt: str, chat: ParsedCompletion):
-        self._texts = [prompt] * chat.generations[0].n
+    def __init__(self, prompt: str, parsed: ParsedCompletion):
+        self._texts = [prompt] * parsed.generations[0].n
 
     def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
         for _, delta in deltas:

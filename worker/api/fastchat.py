@@ -57,10 +57,10 @@ async def _generate(body: Json, model: ServedModel, *, streams: bool) -> Generat
     if prompt is None:
         raise InvalidValue("prompt must be a string", param="prompt")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"fastchat-{uuid.uuid4().hex}")
+    parsed = await parse_text({**openai_body, "prompt": prompt}, model, id=f"fastchat-{uuid.uuid4().hex}")
     begin = "" if echo is False else prompt
-    reply = FastChatWriter(chat, begin, model, has_logprobs=openai_body["logprobs"] is not None)
-    return chat.call(reply, ignored=ignored, stream=streams)
+    reply = FastChatWriter(parsed, begin, model, has_logprobs=openai_body["logprobs"] is not None)
+    return parsed.call(reply, ignored=ignored, stream=streams)
 
 
 async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
@@ -165,9 +165,9 @@ class FastChatWriter(ReplyWriter):
     prompt.
     """
 
-    def __init__(self, chat: ParsedCompletion, begin: str, model: ServedModel, *, has_logprobs: bool):
+    def __init__(self, parsed: ParsedCompletion, begin: str, model: ServedModel, *, has_logprobs: bool):
         self._text = begin
-        self._prompt_tokens = len(chat.generations[0].prompt)
+        self._prompt_tokens = len(parsed.generations[0].prompt)
         self._tokens = 0
         self._arrays = LegacyLogprobs(model.special_ids, "", LogprobOptions()) if has_logprobs else None
         self._echo_length = len(begin)

@@ -49,22 +49,22 @@ async def _completion(fields: BodyFields, model: ServedModel, prompt: Any) -> Ge
     post_sampling_logprobs = fields.flag("post_sampling_probs") or False
     returns_tokens, shown = fields.flag("return_tokens") or False, _response_fields(fields)
     with client_field_names({"logprobs": "n_probs"}):
-        chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"cmpl-{uuid.uuid4().hex}")
+        parsed = await parse_text({**openai_body, "prompt": prompt}, model, id=f"cmpl-{uuid.uuid4().hex}")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     generations = tuple(
         replace(generation, sampling=replace(generation.sampling, post_sampling_logprobs=post_sampling_logprobs))
-        for generation in chat.generations
+        for generation in parsed.generations
     )
     reply = LlamaServerWriter(
         generations,
-        prompts=chat.prompts,
-        settings=_settings(generations[0], stream=chat.common.stream),
-        model=chat.common.model,
+        prompts=parsed.prompts,
+        settings=_settings(generations[0], stream=parsed.common.stream),
+        model=parsed.common.model,
         returns_tokens=returns_tokens,
-        has_progress=chat.common.chunk_options.has_progress,
+        has_progress=parsed.common.chunk_options.has_progress,
         shown=shown,
     )
-    return chat.call(reply, ignored=ignored, generations=generations)
+    return parsed.call(reply, ignored=ignored, generations=generations)
 
 
 async def _infill_prompt(fields: BodyFields, model: ServedModel) -> list[int]:

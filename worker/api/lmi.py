@@ -58,9 +58,9 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall | JsonAn
     openai_body |= {"model": name, "prompt": texts, "stream": stream, "adapters": fields.take("adapters")}
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     with client_field_names(_NAMES):
-        chat = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
+        parsed = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
     reply = LmiWriter(texts, options, is_list=isinstance(inputs, list))
-    return chat.call(reply, ignored=ignored, ping_interval=None)
+    return parsed.call(reply, ignored=ignored, ping_interval=None)
 
 
 def _vector_call(body: Json, *, generates: bool) -> Callable[[Json, ServedModel], Awaitable[JsonAnswer]] | None:
