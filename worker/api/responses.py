@@ -357,10 +357,10 @@ class ResponsesWriter(ReplyWriter):
     def _add(self, number: int, delta: Delta) -> list[Json]:
         """Add the next delta and return the events of its items."""
         self._totals.add(number, delta)
-        parts, reasoning_text = self._parser.take(delta)
-        self._totals.add_reasoning(reasoning_text)
+        parts, reasoning_tokens = self._parser.take(delta)
+        self._totals.add_reasoning(reasoning_tokens)
         self._pending += self._chat.common.logprob_settings.cut(delta).logprobs
-        if (parts or reasoning_text) and not any(part.content for part in parts):
+        if (parts or reasoning_tokens) and not any(part.content for part in parts):
             self._pending = []  # logprobs of reasoning and tool calls are not reported
         events = [event for part in parts for event in self._part(part)]
         if delta.finish is not None:
