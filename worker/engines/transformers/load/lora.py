@@ -267,12 +267,12 @@ class LoraAdapters:
 
     def _check(self, adapter: LoraAdapter, file: LoraFile) -> None:
         """Raise UnusableAdapter if the adapter does not fit the model or the slots."""
-        if file.rank > self._lora_rank:
+        if file.lora_rank > self._lora_rank:
             raise UnusableAdapter(
-                f"{adapter.folder} has rank {file.rank}, {self._lora_rank} is the most; raise max-lora-rank"
+                f"{adapter.folder} has rank {file.lora_rank}, {self._lora_rank} is the most; raise max-lora-rank"
             )
         for name, pair in file.pairs.items():
-            a, b = self._undivided_shapes(self._layers[name], pair.rank)
+            a, b = self._undivided_shapes(self._layers[name], pair.lora_rank)
             if (tuple(pair.a.shape), tuple(pair.b.shape)) != (a, b):
                 shapes = f"{list(pair.b.shape)} x {list(pair.a.shape)} in the file, {list(b)} x {list(a)} here"
                 raise UnusableAdapter(f"{adapter.folder} is for another model: {name} is {shapes}")
@@ -369,7 +369,7 @@ class LoraAdapters:
                     with self._lock:
                         self._opened[slot] = use.adapter, self._open(use.adapter)
         loads = [
-            LoraLoad(slot, {name: pair.rank for name, pair in file.pairs.items()})
+            LoraLoad(slot, {name: pair.lora_rank for name, pair in file.pairs.items()})
             for slot, (_, file) in self._opened.items()
         ]
         return LoraStep(loads, groups, end if len(runs) > 1 else None)

@@ -54,7 +54,7 @@ class LoraPair:
     scaling: float
 
     @property
-    def rank(self) -> int:
+    def lora_rank(self) -> int:
         return len(self.a)
 
 
@@ -67,9 +67,9 @@ class LoraFile:
     stamp: tuple[int, ...]  # changes with the files
 
     @property
-    def rank(self) -> int:
+    def lora_rank(self) -> int:
         """The largest LoRA rank of its layers."""
-        return max(pair.rank for pair in self.pairs.values())
+        return max(pair.lora_rank for pair in self.pairs.values())
 
 
 def read(folder: str) -> LoraFile:
