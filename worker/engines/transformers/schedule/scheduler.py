@@ -154,7 +154,7 @@ class Scheduler:
 
     def followers(self, leader: Sequence) -> list[Sequence]:
         """Followers of `leader` in order of arrival."""
-        return [self._running[id][0] for id, leads in self._following.items() if leads == leader.id]
+        return [self._running[id][0] for id, leader_id in self._following.items() if leader_id == leader.id]
 
     def fork(self, follower: Sequence) -> tuple[int, int]:
         """Fork `follower` from its leader, which has just completed the prompt. Return the leader's and its own row."""
