@@ -42,8 +42,11 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
         "prompt_name": _instruction(fields, model),
     }
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    names = {"input": "inputs" if texts is None else "texts", "dimensions": "output_dimension"}
-    names["truncate_prompt_tokens"] = "max_tokens"
+    names = {
+        "input": "inputs" if texts is None else "texts",
+        "dimensions": "output_dimension",
+        "truncate_prompt_tokens": "max_tokens",
+    }
     with client_field_names(names):
         embedded = await embeddings.embeddings(openai_body, model)
     vectors = [item["embedding"] for item in embedded.body["data"]]
