@@ -215,9 +215,9 @@ class EncodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine. Counters only increase."""
+    """Load of an engine."""
 
-    steps: int
+    steps: int  # since the start
     running: int
     waiting: int
 

@@ -268,7 +268,7 @@ class TransformersEngine:
             self._growth.announce_steps(max(self.steps_to_come, memory.TAKEN_BY_REQUESTS))
 
     def _announced_beside_steps(self) -> AbstractContextManager[None]:
-        """The block, on another thread than the steps, takes main memory that their estimate contains."""
+        """Announce that the block, on another thread than the steps, takes main memory that their estimate contains."""
         if not self._with_steps:
             return contextlib.nullcontext()
         with memory.inheritance.last_count():
@@ -420,7 +420,7 @@ class TransformersEngine:
             if self._with_steps and (is_first or growth.running_bytes > memory.COPIED_BETWEEN_PULSES // 4):
                 # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
                 more = memory.TAKEN_BY_REQUESTS if is_first else memory.COPIED_BETWEEN_PULSES
-                with memory.inheritance.last_count():  # a new one would hold up all requests for 10 ms
+                with memory.inheritance.last_count():  # a new count would hold up all requests for 10 ms
                     growth.announce_requests(growth.running_bytes + more)
             yield
         finally:

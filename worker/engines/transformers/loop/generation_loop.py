@@ -81,9 +81,9 @@ class LargestStep:
         self._sizes, self._linears = LargestSizes(), linears
 
     def is_exceeded(self, batch: Batch, draws: Iterable[SamplingParams] = ()) -> bool:
-        """Record a step. True if it is larger than all before: by its tokens, its rows, its logits, what its `draws`
-        take, its adapters and their tokens, or twice the context, of which a step takes little and which grows with
-        each token. Keys and values in several runs of blocks are copied to be read, so that context counts once more.
+        """Record a step. True if it is larger than all before: by its tokens, rows, logits, adapters and their tokens,
+        what its `draws` take, or twice the context: every step makes it a little longer, which takes little memory.
+        Context in several runs of blocks counts once more, because its keys and values are copied to be read.
         """
         tokens, rows = sum(segment.length for segment in batch), len(batch)
         logits = sum(segment.logits for segment in batch)

@@ -25,8 +25,8 @@ from worker.interface import EngineLoad
 from worker.protocol.events import Exit, Pulse
 
 PULSE_INTERVAL = 1.0  # seconds
-# Seconds from the end of announced steps to the pulse that has what they took. It counts pages, which would delay a
-# swap that begins as soon as the steps have ended.
+# Seconds from the end of announced steps to the pulse that reports their memory. Counting its pages at once would delay
+# a swap that begins as soon as the steps have ended.
 _IDLE_PULSE = 0.1
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkReport:
-    """The work's part of a pulse: fields as in `Pulse`, and two counters that only rise, of which it has the rates."""
+    """The work's part of a pulse: fields as in `Pulse`, and the two counters from which its rates are computed."""
 
     parallel: int
     prefill_tokens: int  # since the start

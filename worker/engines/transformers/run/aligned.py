@@ -352,7 +352,7 @@ class AlignedRunner:
         return self._tower.embed_prompt(piece, start, prompt_images)
 
     def _probe(self, cache: Cache) -> None:
-        """Two tokens of one row, to see what the model stores."""
+        """Run two tokens of one row, to see what the model stores."""
         with torch.inference_mode():
             if self._forward.is_encoder_decoder:
                 self._forward(

@@ -28,8 +28,8 @@ class Segment:
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
     draft_room: int = 0  # tokens that may be drafted after the newest one: the table covers them
     drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
-    # True if this segment leaves nothing to compute, so its last logits choose the next token. Decided once: the
-    # sequence grows before the last reader asks, and each step asks often.
+    # True if this segment leaves nothing to compute, so its last logits choose the next token. Not a property: the
+    # sequence grows while the segment is still in use.
     completes: bool = field(init=False)
     is_decode: bool = field(init=False)
 

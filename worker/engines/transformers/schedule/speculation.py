@@ -199,7 +199,7 @@ class DraftLength:
         return choice.trials[0] if choice.trials else choice.best
 
     def in_use(self, rows: int) -> int:
-        """As `choose`, for a step that is not timed: it is no part of a trial, whose losses would not be counted."""
+        """As `choose`, for a step that is not timed. It uses the best length: a trial counts only timed losses."""
         if len(self.lengths) == 1 or rows > DRAFT_LOGITS:
             return self.choose(rows)
         return self._choice_for(rows).best
