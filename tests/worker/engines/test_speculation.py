@@ -36,7 +36,7 @@ from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.sample.grammar import ANSWER_SECONDS, TOKEN_SECONDS, GrammarMatcher
+from worker.engines.transformers.sample.grammar import TOKEN_SECONDS, GrammarMatcher
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
@@ -351,7 +351,7 @@ async def test_drafts_do_not_use_up_the_time_of_a_grammar(
 
     def count(matcher: GrammarMatcher, seconds: float) -> None:
         # An answer takes less than its tokens earn, so it never runs out without drafts.
-        charge(matcher, TOKEN_SECONDS / 4 if matcher._credit.seconds > ANSWER_SECONDS / 2 else draft_seconds)
+        charge(matcher, draft_seconds if matcher.is_drafted else TOKEN_SECONDS / 4)
 
     monkeypatch.setattr(GrammarMatcher, "charge", count)
     request = generation(prompts()[1], max_tokens=NEW, grammar=Grammar("regex", "[a-z]{30}", "guided_regex"))

@@ -40,6 +40,7 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.sample.grammar import (
+    ALONE_SECONDS,
     ANSWER_SECONDS,
     ASIDE_SECONDS,
     COMPILE_SECONDS,
@@ -50,11 +51,14 @@ from worker.engines.transformers.sample.grammar import (
     MASK_SECONDS,
     MAX_ASIDE,
     MAX_COMPILED,
+    STEP_SHARE,
     TOKEN_SECONDS,
     GrammarMatcher,
     Grammars,
     MaskBudget,
     Masks,
+    TokenTime,
+    charge_wait,
 )
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
 from worker.engines.transformers.sample.work_thread import Clock, WorkThread
@@ -391,12 +395,91 @@ def test_a_sequence_has_a_credit_of_cpu_time_for_its_grammar() -> None:
     grammars.close()
 
 
+class FreeMatcher:
+    """llguidance's matcher of any text."""
+
+    def consume_token(self, token: int) -> bool:
+        return True
+
+    def deep_copy(self) -> "FreeMatcher":
+        return self
+
+    def is_error(self) -> bool:
+        return False
+
+
+def free_matcher(token_time: TokenTime) -> GrammarMatcher:
+    matcher: Any = FreeMatcher()
+    return GrammarMatcher(matcher, "ebnf", token_time)
+
+
+@pytest.mark.parametrize("masks", [1, 4])
+@pytest.mark.parametrize("step_seconds", [0.0001, 0.002, 0.05])
+@pytest.mark.parametrize("wait", [0.9, 1.5, 7.0])
+def test_a_grammar_makes_the_steps_of_others_longer_by_a_share_or_fails(
+    wait: float, step_seconds: float, masks: int
+) -> None:
+    """`wait` for the masks of a request in each step: a multiple of the share of that request."""
+    token_time = TokenTime()
+    matcher = free_matcher(token_time)
+    share = max(TOKEN_SECONDS, STEP_SHARE * step_seconds / masks)
+    steps = 0
+    while matcher.failure == "" and steps < 2000:
+        steps += 1
+        matcher.charge(wait * share)
+        token_time.learn(step_seconds, masks, is_alone=False)
+        if matcher.failure == "":
+            matcher.take(0)
+    assert steps * wait * share <= ANSWER_SECONDS + (steps + wait) * share
+    assert (matcher.failure == "") is (wait < 1.0)
+
+
+def test_only_the_wait_for_masks_is_charged_and_never_more_than_their_cpu_time() -> None:
+    for waited, charged in ((0.0, (0.0, 0.0)), (0.02, (0.015, 0.005)), (9.0, (0.03, 0.01))):
+        rows = [free_matcher(TokenTime()) for _ in charged]
+        charge_wait(list(zip(rows, (0.03, 0.01), strict=True)), waited)
+        assert [ANSWER_SECONDS - row._credit.seconds for row in rows] == pytest.approx(charged)
+
+
+def test_the_choices_of_a_request_share_its_credit() -> None:
+    first = free_matcher(TokenTime())
+    second, other = first.of_choice(), first.of_request("grammar")
+    second.charge(2 * ANSWER_SECONDS)
+    assert (first.failure != "", other.failure) == (True, "")
+
+
+class JournaledTokenTime(TokenTime):
+    """Records whether each step was that of one request alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone: list[bool] = []
+
+    def learn(self, step_seconds: float, masks: int, *, is_alone: bool) -> None:
+        assert (step_seconds > 0.0, masks) == (True, 1)
+        self.alone.append(is_alone)
+        super().learn(step_seconds, masks, is_alone=is_alone)
+
+
+async def test_a_grammar_that_delays_nobody_may_take_longer(llama: Path) -> None:
+    held = Grammar("regex", "[ab]{30}")
+    async with serving(load(llama, ctx_size=CTX)) as engine:
+        journal = engine._grammars.token_time = JournaledTokenTime()
+        await complete_one(engine, PROMPT, grammar=held, max_tokens=20)
+        assert journal.alone == [True] * 20
+        assert journal.seconds == ALONE_SECONDS
+        neighbour = asyncio.create_task(complete_one(engine, PROMPT, max_tokens=200))
+        await complete_one(engine, PROMPT, grammar=held, max_tokens=20)
+        await neighbour
+    assert not any(journal.alone[20:])
+
+
 class SpinningMatcher(GrammarMatcher):
     """A matcher whose mask is computed until `released`."""
 
     def __init__(self, value: int, released: threading.Event):
         unused: Any = None
-        super().__init__(unused, "ebnf")
+        super().__init__(unused, "ebnf", TokenTime())
         self.value, self.released = value, released
 
     def fill(self, row: Any) -> None:
@@ -448,7 +531,7 @@ class CountedMatcher(GrammarMatcher):
 
     def __init__(self, clock: CountedClock, seconds: float, released: threading.Event | None):
         unused: Any = None
-        super().__init__(unused, "ebnf")
+        super().__init__(unused, "ebnf", TokenTime())
         self.clock, self.seconds, self.released = clock, seconds, released
 
     def fill(self, row: Any) -> None:
@@ -460,9 +543,9 @@ class CountedMatcher(GrammarMatcher):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool) -> None:
-    """Eight rows have a share of 0.025 s each, and may take the first 0.2 s as they come."""
+    """Eight rows have a share of 12.5 ms each, and may take the first 0.1 s as they come."""
     slow = [False, False, True, False, True, False, False, True]
-    seconds = [0.01, 0.15, 0.10, 0.02, 0.03, 0.02, 0.001, 9.0]
+    seconds = [0.005, 0.075, 0.05, 0.01, 0.015, 0.01, 0.001, 9.0]
     clock, released = CountedClock(), threading.Event()
     thread = WorkThread("masks", clock)
     rows = [
@@ -478,7 +561,7 @@ def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool
 
 def test_masks_of_drafts_take_no_time_from_those_of_answers() -> None:
     clock, thread = CountedClock(), WorkThread("masks")
-    rows = [CountedMatcher(clock, seconds, None) for seconds in (0.15, 0.06, 0.06, 0.06, 0.045)]
+    rows = [CountedMatcher(clock, seconds, None) for seconds in (0.05, 0.06, 0.06, 0.06, 0.045)]
     for row in rows[1:4]:
         row.is_drafted = True
     Masks(WorkThread("masks", clock), rows, 4).result(DEADLINE)
@@ -804,7 +887,7 @@ def test_reasoning_ends_after_its_budget_and_any_text_follows(budget: int, is_op
 
     everything = set(range(size))
     if not is_open:
-        free = matcher.copy()
+        free = matcher.of_choice()
         for token in (word, begin, mark, EOS):  # an answer without reasoning is not limited
             free.take(token)
         assert free.failure == ""

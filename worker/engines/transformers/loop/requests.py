@@ -154,7 +154,7 @@ class StreamFactory:
             if request.n > 1:  # the choices of one request share the computation of its prompt
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             stream.choices.append(self._choice(request, index, sequence, stream))
-            stream.choices[-1].matcher = matcher and matcher.copy()
+            stream.choices[-1].matcher = matcher and matcher.of_choice()
         return stream
 
     def _draft_limits(self, request: GenerationRequest) -> DraftLimits | None:

@@ -8,6 +8,7 @@ the next forward is launched anyway and its tokens are chosen later (`LaunchedFo
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
 
+import time
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import repeat
@@ -104,8 +105,10 @@ class LaunchedForward:
     def __init__(self, parts: Sequence[SegmentChoosers], logits: torch.Tensor):
         self._parts, self._to_host = parts, DeviceToHost()
         self._logits: torch.Tensor | None = logits
+        self.is_on_cpu = logits.device.type == "cpu"
         self._prompts: list[TokenLikelihoods | None] = []
         self._drawn: DrawnTokens | None = None
+        self.masks, self.mask_wait = 0, 0.0  # number of grammar masks, and seconds that the step waited for them
 
     @property
     def is_sampled(self) -> bool:
@@ -136,7 +139,9 @@ class LaunchedForward:
                 rows.extend(range(end - len(own), end))
                 samplings += own
         if rows:
+            begin = time.monotonic()
             masks = TokenMasks(constrained, pending_masks.bits()) if constrained else None
+            self.masks, self.mask_wait = len(constrained), time.monotonic() - begin
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
             used = logits if is_whole else logits[upload(rows, logits.device)]
@@ -193,6 +198,20 @@ class InFlightStep:
     def has(self, sequence: sequences.Sequence) -> bool:
         """True if the device may still read and write the row of this sequence."""
         return any(segment.sequence is sequence for segment in self.batch)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(forward.is_on_cpu for forward in self.forwards)
+
+    @property
+    def masks(self) -> int:
+        """The number of grammar masks."""
+        return sum(forward.masks for forward in self.forwards)
+
+    @property
+    def mask_wait(self) -> float:
+        """Seconds that the step waited for its grammar masks."""
+        return sum(forward.mask_wait for forward in self.forwards)
 
     @property
     def is_sampled(self) -> bool:

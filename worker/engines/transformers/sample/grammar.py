@@ -10,12 +10,13 @@ A grammar comes from a client, and some take a second per token. So its work is 
 * Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
   their own, so that they do not delay short ones. A compilation that takes more than ASIDE_SECONDS steps aside for the
   ones behind it.
-* Masks: by `MaskBudget` for all masks of a step, and by a credit for all masks of a sequence: ANSWER_SECONDS, and
-  TOKEN_SECONDS more with each token.
+* Masks of a step: by `MaskBudget`.
+* All masks of a request: by a credit. It begins with ANSWER_SECONDS, and each token adds `TokenTime.seconds`. Only the
+  time that a step waited for its masks is charged: those that are ready before the logits delay nobody.
 
-A sequence whose grammar exceeds them ends with an error of its own. So it delays the other sequences of its batch by at
-most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token. All sequences together delay a step by at most
-2 * MASK_SECONDS, and their drafts by DRAFT_SECONDS more.
+A request whose grammar exceeds them ends with an error of its own. So it delays the other requests of its batch by at
+most ANSWER_SECONDS + MASK_SECONDS in all, and otherwise by STEP_SHARE of their time. All requests together delay a step
+by at most 2 * MASK_SECONDS, and their drafts by DRAFT_SECONDS more.
 """
 
 import asyncio
@@ -65,9 +66,17 @@ MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 ASIDE_SECONDS = 0.25
 MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
-MASK_SECONDS, DRAFT_SECONDS = 0.2, 0.1
-ANSWER_SECONDS = 0.5
-TOKEN_SECONDS = 0.01
+MASK_SECONDS, DRAFT_SECONDS = 0.1, 0.1
+# Measured for 128,000 tokens, with TOKEN_SECONDS for each token and no forward beside the masks: a usual grammar takes
+# 5 ms of them, and 50 ms if each string has a minimum and a maximum length.
+ANSWER_SECONDS = 0.1
+# Wait for masks in a step with several requests, as a share of the rest of the step. A fixed time per token would be
+# nothing beside the steps of a large model, and several times those of a small one.
+STEP_SHARE = 1 / 3
+# The least that a token adds to the credit of its request. A usual mask takes 0.05 ms for 128,000 tokens.
+TOKEN_SECONDS = 0.00025
+# What a token adds while there is no other request that could be delayed.
+ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
 _LIMIT_MESSAGES = ("too many", "max is", "fuel", "too big", "too complex", "limit", "panic")
@@ -93,11 +102,23 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
     return GRAMMAR_BYTES + GRAMMAR_ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
 
 
+class TokenTime:
+    """The CPU time that each token adds to the credit of its request."""
+
+    def __init__(self) -> None:
+        self.seconds = TOKEN_SECONDS
+
+    def learn(self, step_seconds: float, masks: int, *, is_alone: bool) -> None:
+        """Record the last step. `step_seconds`: without the wait for its masks; `masks`: their number; `is_alone`:
+        there is no other request."""
+        self.seconds = ALONE_SECONDS if is_alone else max(TOKEN_SECONDS, STEP_SHARE * step_seconds / max(masks, 1))
+
+
 @dataclass(slots=True)
 class _Credit:
-    """CPU time of the grammar of one sequence."""
+    """CPU time of the grammar of one request."""
 
-    seconds: float = ANSWER_SECONDS  # CPU time that the sequence may still take
+    seconds: float = ANSWER_SECONDS  # CPU time that the request may still take
     # Another thread may still use the matcher then, so it is not touched any more.
     is_exceeded: bool = False
 
@@ -105,16 +126,29 @@ class _Credit:
 class GrammarMatcher:
     """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either."""
 
-    def __init__(self, matcher: "LLMatcher", field: str, credit: "_Credit | None" = None):
-        """`field`: the request's field, for errors; `credit`: of the sequence, if another matcher uses it as well."""
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        field: str,
+        token_time: TokenTime,
+        credit: _Credit | None = None,
+        *,
+        is_drafted: bool = False,
+    ):
+        """`field`: the request's field, for errors; `credit`: shared with other matchers, None for one of its own;
+        `is_drafted`: it is behind tokens of a draft."""
         self._matcher, self._field = matcher, field
-        self.is_drafted = credit is not None
-        self._credit = credit or _Credit()
+        self._token_time, self._credit = token_time, credit or _Credit()
+        self.is_drafted = is_drafted
         self._may_draft = True
 
-    def copy(self, field: str = "") -> "GrammarMatcher":
-        """`field`: the field of the copy's request, if it is another request."""
-        return GrammarMatcher(self._matcher.deep_copy(), field or self._field)
+    def of_request(self, field: str) -> "GrammarMatcher":
+        """A copy for another request, which names the grammar in `field`."""
+        return GrammarMatcher(self._matcher.deep_copy(), field, self._token_time)
+
+    def of_choice(self) -> "GrammarMatcher":
+        """A copy for another choice of the same request. They share the credit."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._field, self._token_time, self._credit)
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """Number of leading tokens of `tokens`, a draft, that the grammar allows.
@@ -126,7 +160,7 @@ class GrammarMatcher:
             return 0
         begin = time.thread_time()
         count = self._matcher.validate_tokens(list(tokens))
-        self._may_draft = time.thread_time() - begin <= TOKEN_SECONDS * len(tokens)
+        self._may_draft = time.thread_time() - begin <= self._token_time.seconds * len(tokens)
         return count
 
     def after_each(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
@@ -135,12 +169,12 @@ class GrammarMatcher:
         They share a credit of their own, as much as these tokens would earn. When it is exceeded, only the rest of the
         draft fails.
         """
-        later, credit = self._matcher, _Credit(TOKEN_SECONDS * len(tokens))
+        later, credit = self._matcher, _Credit(self._token_time.seconds * len(tokens))
         for token in tokens:
             begin = time.thread_time()
             later = later.deep_copy()
             later.consume_token(token)
-            ahead = GrammarMatcher(later, self._field, credit)
+            ahead = GrammarMatcher(later, self._field, self._token_time, credit, is_drafted=True)
             ahead.charge(time.thread_time() - begin)
             yield ahead
 
@@ -151,13 +185,13 @@ class GrammarMatcher:
             raise self.error()
         begin = time.thread_time()
         is_allowed = self._matcher.consume_token(token)
-        self._credit.seconds = min(ANSWER_SECONDS, self._credit.seconds + TOKEN_SECONDS)
+        self._credit.seconds = min(ANSWER_SECONDS, self._credit.seconds + self._token_time.seconds)
         self.charge(time.thread_time() - begin)
         if not is_allowed:
             raise self.error()
 
     def charge(self, seconds: float) -> None:
-        """Count CPU time."""
+        """Take CPU time from the credit."""
         self._credit.seconds -= seconds
         if self._credit.seconds < 0:
             self.give_up()
@@ -193,9 +227,7 @@ class GrammarMatcher:
         if self._credit.is_exceeded:
             row[:] = 0
             return
-        begin = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.charge(time.thread_time() - begin)
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
 
@@ -245,6 +277,7 @@ class _Rows:
         self._clock_of_thread = clock_of_thread
         self._lock = threading.Lock()
         self._row, self._row_begun = 0, 0.0  # the row in progress, and the job's CPU seconds when it began
+        self.taken: list[float] = []  # CPU seconds of each row that is done
         self._is_given_up = False
 
     def compute(self) -> None:
@@ -256,7 +289,8 @@ class _Rows:
             with self._lock:
                 if self._is_given_up:
                     return
-                is_within = self._budgets[matcher.is_drafted].spend(now - self._row_begun)
+                self.taken.append(now - self._row_begun)
+                is_within = self._budgets[matcher.is_drafted].spend(self.taken[-1])
                 self._row, self._row_begun = row + 1, now
             if not is_within:
                 matcher.give_up()
@@ -292,26 +326,40 @@ class Masks:
 
     def result(self, timeout: float | None = None) -> Bits:
         """Wait for the masks, uint8 `[matchers, bytes]`. A row that exceeds the budget is zero, and its matcher fails
-        from then on. `timeout`: seconds until TimeoutError, None for none."""
+        from then on. The wait is charged to the others. `timeout`: seconds until TimeoutError, None for none."""
         done: list[Bits] = []
+        charges: list[tuple[GrammarMatcher, float]] = []
         left = self._matchers
-        end = None if timeout is None else time.monotonic() + timeout
+        begin = time.monotonic()
         bits, rows, job = self._begun
         while True:
             try:
                 job.future.result(min(_POLL_INTERVAL, MASK_SECONDS / len(self._matchers)))
+                charges += zip(left, rows.taken, strict=True)
+                charge_wait(charges, time.monotonic() - begin)
                 return np.concatenate([*done, bits]) if done else bits
             except TimeoutError:
-                if end is not None and time.monotonic() > end:
+                if timeout is not None and time.monotonic() > begin + timeout:
                     raise
                 slow = rows.give_up_slow(job)
             if slow is not None:
                 left[slow].give_up()
                 self._thread.step_aside(job)
+                charges += zip(left[:slow], rows.taken, strict=True)
                 # The slow call may still write to its own row, so this row becomes a new one.
                 done += [bits[:slow].copy(), np.zeros((1, self._width), np.uint8)]
                 left = left[slow + 1 :]
                 bits, rows, job = self._begin(left)
+
+
+def charge_wait(taken: Sequence[tuple[GrammarMatcher, float]], waited: float) -> None:
+    """Charge `waited` seconds to matchers in proportion to the CPU seconds that the mask of each has `taken`.
+
+    None is charged for more than its CPU time: the wait is longer on a busy machine.
+    """
+    total = sum(seconds for _, seconds in taken)
+    for matcher, seconds in taken:
+        matcher.charge(seconds * min(1.0, waited / total) if total else 0.0)
 
 
 class Grammars:
@@ -339,6 +387,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
+        self.token_time = TokenTime()
         self._mask_thread = WorkThread("grammar", clock_of_thread)
         self._compilers = tuple(
             WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
@@ -366,7 +415,7 @@ class Grammars:
         if isinstance(found, InvalidValue):
             # a new one: the caller may change it, and an equal grammar may have been in another field
             raise InvalidValue(grammar.field + found.message.removeprefix(str(found.param)), param=grammar.field)
-        return found.copy(grammar.field)
+        return found.of_request(grammar.field)
 
     def _add(self, grammar: Grammar) -> GrammarMatcher | InvalidValue:
         """Compile a grammar and keep the result."""
@@ -471,7 +520,7 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
-        return GrammarMatcher(matcher, grammar.field)
+        return GrammarMatcher(matcher, grammar.field, self.token_time)
 
     def _build(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
