@@ -84,20 +84,25 @@ async def test_idle_connections_give_way_to_waiting_clients(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [b"", request({})[:30], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
-async def test_clients_that_send_no_request_give_way_to_waiting_ones(tmp_path: Path, sent: bytes) -> None:
+async def test_clients_that_send_no_request_give_way_to_waiting_ones(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Connections with half a head, and those that aiohttp keeps for a next request, count as idle."""
-    async with world(tmp_path, respond, clients=2) as up:
-        silent = [await up.connect() for _ in range(2)]
-        for _, writer in silent:
-            writer.write(sent)
-        late, waiting = await up.connect()
-        waiting.write(request({}))
-        async with asyncio.timeout(KEEP_ALIVE / 2):
-            assert await status(late) == 200
-        for _, writer in [*silent, (late, waiting)]:
-            writer.close()
-        await until(lambda: not (up.listener.clients or up.listener.handed_over))
+
+    async def give_way(sent: bytes, folder: Path) -> None:
+        async with world(folder, respond, clients=2) as up:
+            silent = [await up.connect() for _ in range(2)]
+            for _, writer in silent:
+                writer.write(sent)
+            late, waiting = await up.connect()
+            waiting.write(request({}))
+            async with asyncio.timeout(KEEP_ALIVE / 2):
+                assert await status(late) == 200, sent
+            for _, writer in [*silent, (late, waiting)]:
+                writer.close()
+            await until(lambda: not (up.listener.clients or up.listener.handed_over))
+
+    async with asyncio.TaskGroup() as all_three:  # together, since most of their time is for waiting
+        for sent in (b"", request({})[:30], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            all_three.create_task(give_way(sent, tmp_path_factory.mktemp("up")))
 
 
 async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
