@@ -27,11 +27,17 @@ SLOW = (
 )
 
 LONGEST = (
+    "processes/test_forked_memory.py",
     "worker/estimate/test_exact_estimate.py",
-    "worker/engines/run/test_on_a_device.py",
-    "worker/engines/test_engine_equality.py",
-    "test_bench_engine.py",
     "test_gpu_check.py",
+    "worker/engines/run/test_on_a_device.py",
+    "worker/engines/run/test_tensor_parallel.py",
+    "worker/engines/test_engine_equality.py",
+    "worker/engines/test_speculation.py",
+    "processes/test_openapi_fuzz.py",
+    "processes/test_kv_range_end_to_end.py",
+    "worker/engines/sample/test_grammar.py",
+    "test_bench_engine.py",
     "processes/test_demo_end_to_end.py",
     "processes/test_worker_program.py",
 )
