@@ -33,10 +33,12 @@ from worker.protocol.vocabulary import vocabulary_fault
 
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
-    """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
-    this machine damaged or missing files (also a tokenizer), pickled weights, `ctx-size` above the model's maximum,
-    members of `config-override`, RoPE keys that its config.json does not allow, and a draft model with other tokens. Of
-    the files of a snapshot of the hub, which a download completes, only pickled weights are checked.
+    """Yield the faults for which the load of each model would fail, as far as they show without torch.
+
+    They are grammars that cannot be compiled; unknown members of `config-override` and RoPE keys that config.json does
+    not allow; a draft model with other tokens; of a folder damaged or missing files (also of the tokenizer) and a
+    `ctx-size` above the model's maximum; of a snapshot in the hub cache, which a download completes, only pickled
+    weights that cannot be converted.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """

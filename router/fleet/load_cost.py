@@ -243,9 +243,9 @@ def _least_forked(worker: Worker) -> int | None:
     """Return the bytes to reserve at least for a ready, forked worker in main memory; None for any other, and for one
     whose steps may be larger than those of the warmup, if it does not announce them.
 
-    They are what it has taken and reports as still to come. A worker that neither has computed nor announces its
-    largest steps is charged the estimated steps beside what it took when it was ready. The limit is the estimate
-    without what it announces first.
+    If it has computed its largest steps, or announces them: what it occupies and expects to take. Otherwise: what it
+    had taken when it was ready, and the estimated steps. In both cases at most the estimate, less the memory that it
+    announces before it takes it.
     """
     process, costs, facts = worker.process, worker.costs, worker.facts
     if process is None or costs is None or facts is None or costs.estimate.source == "preset":

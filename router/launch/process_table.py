@@ -8,11 +8,11 @@ When a process dies, its children pass to the nearest ancestor that is a subreap
 that no process of a worker's can live on unseen, not even in a session of its own, which a signal to the worker's group
 misses.
 
-Only descendants of the worker that ended are killed. A child of ours counts as one if it lives in the worker's session,
-or names the worker's run (in the environment variable `TAG` or the socket on its command line), or cannot be examined:
-it is then some worker's fork, as these are unreadable. Children that the router itself started are `known` and never
-touched, nor is any process in the router's session. Of a zombie only the session is known. One that leads its session
-may have been started by a library in the router, so it is reaped only if it was examined while it lived.
+Only descendants of the worker that ended are killed. A child of ours counts as one in three cases: it lives in the
+worker's session; it names the worker's run, in the environment variable `TAG` or by the socket on its command line; or
+it cannot be examined, as only forks of workers cannot. Children that the router itself started (`started_pids`) are
+never touched, nor is any process in the router's session. Of a zombie only the session is known. One that leads its
+session may have been started by a library in the router, so it is reaped only if it was examined while it lived.
 """
 
 import asyncio
