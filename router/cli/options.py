@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from router.config import preset_keys, settings
-from router.config.option_types import Flag, Integer, Names, OneOf, Seconds, Strings
+from router.config.option_types import Flag, Integer, LogitBias, Names, OneOf, Seconds, Strings
 from router.config.presets import DEFAULTS, KEYS, PresetKey
 from router.config.settings import Option, Settings
 
@@ -45,7 +45,7 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
-        repeats = isinstance(option, PresetKey) and isinstance(option.kind, Names | Strings)
+        repeats = isinstance(option, PresetKey) and isinstance(option.kind, LogitBias | Names | Strings)
         facts: dict[str, Any] = {"is_flag": is_flag}
         # vLLM's --enable-lora and -fa of older llama-servers have no value: they mean `on` if an option or nothing
         # follows.
