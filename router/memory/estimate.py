@@ -404,7 +404,7 @@ def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
     return tuple(part_bytes(facts, preset, part) + share for part in facts.by_layer)
 
 
-def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
+def reason_for_one_device(facts: Checkpoint, preset: Preset) -> str:
     """Return the reason for which the model has to be on one device, by layer split or tensor parallelism; empty if
     there is none."""
     if serves_embeddings(facts, preset):
@@ -418,9 +418,9 @@ def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
     return ""
 
 
-def indivisible(facts: Checkpoint, preset: Preset) -> str:
+def reason_not_to_split(facts: Checkpoint, preset: Preset) -> str:
     """Return the reason for which the layers cannot be split over several devices; empty if they can."""
-    return reason_not_to_divide(facts, preset) or (
+    return reason_for_one_device(facts, preset) or (
         "" if facts.by_layer else "its tensor names do not identify the layers"
     )
 

@@ -290,7 +290,7 @@ def head_bytes(name: str, elements: int, element: int) -> int:
     return codes + elements // kv_group_size(elements) * KV_GROUP_BYTES[name]
 
 
-def is_compact(name: str, dtype: str) -> bool:
+def kv_type_differs(name: str, dtype: str) -> bool:
     """Return whether the KV cache has another type than the model, whose `dtype` is a name of torch."""
     return name != "auto" and {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name) != dtype
 
@@ -359,7 +359,7 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, 
     # decoding row repeats its own.
     cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
     bound += 2 * (1 + preset.contexts * facts.aligned) * max(tokens * facts.attention_elements * size, cached)
-    is_converted = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
+    is_converted = kv_type_differs(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
     if is_converted and not only_encodes:  # a step converts the cache of all its rows, in parts
         bound += 2 * min(rows(facts, preset) * cached, DEQUANTIZED_KV_BYTES["cpu" if on_host else "cuda"])
     return bound

@@ -18,7 +18,15 @@ from router.config.presets import ALL_DEVICES, ALL_LAYERS, Preset
 from router.errors import LoadFailed
 from router.memory import learned, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArchitecture
-from router.memory.estimate import UNKNOWN, MemoryEstimate, Overhead, estimate, indivisible, layer_costs, refreshed
+from router.memory.estimate import (
+    UNKNOWN,
+    MemoryEstimate,
+    Overhead,
+    estimate,
+    layer_costs,
+    reason_not_to_split,
+    refreshed,
+)
 from router.planner.ledger import HOST, DeviceId, Ledger, Reading
 
 BISECTIONS = 60  # of a binary search: as exact as a float
@@ -263,7 +271,7 @@ def _reason_not_to_split(facts: Checkpoint, preset: Preset) -> str:
         layer_costs(facts, preset)
     except UnknownArchitecture as unknown:
         return unknown.fact
-    return indivisible(facts, preset)
+    return reason_not_to_split(facts, preset)
 
 
 def _layers(facts: Checkpoint, preset: Preset, room: Sequence[int]) -> tuple[int, ...]:

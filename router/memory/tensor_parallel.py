@@ -19,7 +19,7 @@ from router.memory.estimate import (
     grammar_bytes,
     kept_bytes,
     range_fields,
-    reason_not_to_divide,
+    reason_for_one_device,
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
@@ -30,7 +30,7 @@ from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
 def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> str:
     """Return the reason for which the model cannot be divided among `ranks`; empty if it can."""
-    if why := reason_not_to_divide(facts, preset):
+    if why := reason_for_one_device(facts, preset):
         return why
     if facts.quantization or bits_on_load(facts, preset):
         return "its weights are quantized"

@@ -33,7 +33,7 @@ from router.memory.estimate import (
     beside_steps,
     estimate,
 )
-from router.memory.segments import compute_bytes, head_bytes, is_compact, weight_bytes
+from router.memory.segments import compute_bytes, head_bytes, kv_type_differs, weight_bytes
 from tests.router.checkpoints import QWEN3_4B, checkpoints, most_context, preset, presets
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
@@ -624,10 +624,10 @@ def test_states_stay_as_they_are() -> None:
 
 
 def test_only_another_type_than_the_models_is_dequantized() -> None:
-    assert not is_compact("auto", "float32")
-    assert not is_compact("bf16", "bfloat16")
-    assert is_compact("bf16", "float16")
-    assert is_compact("f32", "bfloat16")
-    assert is_compact("int8", "float32")
+    assert not kv_type_differs("auto", "float32")
+    assert not kv_type_differs("bf16", "bfloat16")
+    assert kv_type_differs("bf16", "float16")
+    assert kv_type_differs("f32", "bfloat16")
+    assert kv_type_differs("int8", "float32")
     same = compute_bytes(QWEN3_4B, preset(kv_cache_dtype="bf16"), 4096, on_host=True)
     assert same == compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
