@@ -132,7 +132,7 @@ def draw(
     which = upload(asking, logits.device)
     # Logprobs are of the unmodified distribution, so they are taken before the penalties. [asking, vocab]
     raw = torch.log_softmax(logits[which], dim=-1) if asking else None
-    _edit(logits, picks)
+    _apply_penalties(logits, picks)
     if masks is not None and masks.rows:
         _mask(logits, masks)
     if raw is not None:
@@ -200,7 +200,7 @@ def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[L
     return found.read()
 
 
-def _edit(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
+def _apply_penalties(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
     """Apply penalties, biases and forbidden tokens in place: a few scattered updates for the whole batch.
 
     Dense `[rows, vocab]` tensors instead would cost more than the rest of the sampler.
@@ -265,6 +265,7 @@ _BITS = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) % 2 == 1, 0.
 def _columns(
     entries: list[tuple[int, int, float]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows, columns and values of `entries` as tensors `[entries]` on `device`."""
     rows, columns, values = zip(*entries, strict=True)
     return upload(rows, device), upload(columns, device), upload(values, device, torch.float32)
 
@@ -380,6 +381,7 @@ def _likelihoods(raw: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Ten
 
 
 def _read(row: list[float], token: int, top: int | None) -> Likelihood:
+    """The likelihood of `token` from a row of `_likelihoods`, which may have more than `top` tokens."""
     half = (len(row) - 1) // 2
     pairs = zip(row[1 : 1 + half], row[1 + half :], strict=True)
     return Likelihood(token, row[0], tuple((int(index), value) for index, value in list(pairs)[: top or 0]))

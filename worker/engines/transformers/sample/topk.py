@@ -80,7 +80,9 @@ def _cumulative(weights: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    scores: torch.Tensor  # `[rows, most]`, in the order of the vocabulary; minus infinity behind the last of a row
+    """The tokens of each row that may still be chosen. `most`: those of the row that has the most."""
+
+    scores: torch.Tensor  # [rows, most], in the order of the vocabulary; minus infinity behind the last of a row
     tokens: torch.Tensor  # [rows, most], the token of each score
 
 
@@ -107,4 +109,5 @@ def _candidates(scores: torch.Tensor, least: torch.Tensor) -> _Candidates | None
 
 
 def _is_on_cpu(scores: torch.Tensor) -> bool:
+    """True if numpy can compute with the scores."""
     return scores.device.type == "cpu" and scores.dtype == torch.float32 and not isinstance(scores, FakeTensor)
