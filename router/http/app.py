@@ -19,14 +19,7 @@ from router.errors import BadRequest, MethodNotAllowed, PathNotFound
 from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
 from router.http.metrics import Metrics
-from router.http.pipeline import (
-    Bodies,
-    Pipeline,
-    Respond,
-    peek,
-    printable,
-    request_id,
-)
+from router.http.pipeline import Bodies, Pipeline, Respond, peek, printable, request_id
 from router.http.proxy import Proxy
 from router.http.request import Incoming
 from router.http.response import SERVER, json_bytes, own_headers, wait_for_client

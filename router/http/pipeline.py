@@ -30,15 +30,7 @@ from router.api import lmi, ollama
 from router.api.call import flag
 from router.api.request_log import RequestLog, RequestRecord
 from router.config.settings import MAX_BUFFERED
-from router.errors import (
-    ApiError,
-    BadRequest,
-    BodyTimeout,
-    EncodingUnsupported,
-    Internal,
-    QueueFull,
-    TooLarge,
-)
+from router.errors import ApiError, BadRequest, BodyTimeout, EncodingUnsupported, Internal, QueueFull, TooLarge
 from router.http.listener import PlainRequest
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy

@@ -15,15 +15,7 @@ from typing import Any, TypeVar
 from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
 from router.config.presets import HUB, Preset, repository
-from router.errors import (
-    ApiError,
-    BadRequest,
-    Duplicate,
-    Internal,
-    InUse,
-    LoadBackoff,
-    ModelNotFound,
-)  # fmt: skip
+from router.errors import ApiError, BadRequest, Duplicate, Internal, InUse, LoadBackoff, ModelNotFound
 from router.events import Event
 from router.fleet.worker import State, Worker
 from router.registry.registry import Registry
