@@ -83,7 +83,7 @@ class SnapshotInfo:
         facts_by_id, unreadable = self._facts, self._unreadable
         listed = self._shared_workers.listed.get(preset.id)
         worker = next(iter(listed.model.workers), None) if listed is not None else None
-        snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._files.find, preset)
+        snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)
         known = facts_by_id.get(preset.id)
         # Without a snapshot (deleted, or its folder is not mounted) the last known facts still describe the model.
         if known is not None and (not snapshot or known[0] == snapshot):
@@ -103,6 +103,9 @@ class SnapshotInfo:
             return None
         facts_by_id[preset.id] = (snapshot, facts)
         return facts
+
+    def _find(self, preset: Preset) -> str:
+        return self._files.find(preset) or ""
 
 
 def _read_texts(folder: Path) -> SnapshotTexts:
