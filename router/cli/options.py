@@ -1,5 +1,6 @@
 """The options of all commands, generated from the tables of `settings` and `presets`, and their help."""
 
+import json
 import textwrap
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import click
 
 from router.config import preset_keys, settings
 from router.config.option_types import Flag, Integer, LogitBias, Names, OneOf, Seconds, Strings
-from router.config.presets import DEFAULTS, KEYS, PresetKey
+from router.config.presets import DEFAULTS, KEYS, WHOLE_STRINGS, PresetKey
 from router.config.settings import Option, Settings
 
 _KEYS_IN_HELP = """\
@@ -177,7 +178,10 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     for parameter, value in given.items():
         if parameter in MODEL_KEYS:
             name = MODEL_KEYS[parameter][0]
-            models[f"no-{name}" if value is False else name] = "on" if value is False else _text(value)
+            if name in WHOLE_STRINGS:
+                models[name] = json.dumps(value)
+            else:
+                models[f"no-{name}" if value is False else name] = "on" if value is False else _text(value)
     return options, models
 
 

@@ -16,7 +16,7 @@ from router.config import ini, preset_keys, rope_scaling, serving_properties, vl
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import ForeignOption, Spelling
-from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
+from router.config.presets import ADAPTER_NAME, HUB, REPO, WHOLE_STRINGS, PresetKey, repository
 from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE, variable_text
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
@@ -379,7 +379,7 @@ class SettingReader:
             raise ValueError("the value has a NUL or is not UTF-8")
         if spelling.variable == "CUDA_VISIBLE_DEVICES":
             raise ValueError("the router chooses the devices; write device = instead")
-        if isinstance(key.kind, Strings) and quoted:
+        if (quoted and isinstance(key.kind, Strings)) or (spelling.name in WHOLE_STRINGS and not text.startswith("[")):
             return (text,) if text else ()
         value = key.kind(text)
         if key.name == "spec-type" and _MTP in re.split(r"[\s,]+", text.lower()):

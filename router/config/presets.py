@@ -61,6 +61,8 @@ DEFAULT_CONTEXTS = 4  # llama-server's number of slots
 DEFAULT_ROWS = 16
 ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
+# Spellings of `stop` whose value is one string, with its commas.
+WHOLE_STRINGS = frozenset({"r", "reverse-prompt", "stop-character"})
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
 SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS = (
