@@ -1,6 +1,7 @@
-"""The `slow` mark (tests with real processes, files that take more than a second in all) and the order of files."""
+"""The `slow` mark (tests with real processes, long files), the order of files, and the environment of all tests."""
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -42,6 +43,16 @@ LONGEST = (
     "processes/test_worker_program.py",
 )
 """Files that run first. pytest-xdist gives a whole file to one process, so a long file at the end would run alone."""
+
+# The variables of the user who runs the tests by which a router, a worker, their clients or other servers are set. All
+# programs under test inherit what is left. Tests on accelerators need those of CUDA.
+SETTINGS = (
+    "ROUTER_", "LLAMA_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OPTION_", "SERVING_", "TENSOR_", "PIPELINE_", "MAX_",
+    "FASTCHAT_", "MTMD_", "DJL_", "VLLM_", "PREDICT_", "MODEL_", "XDG_",
+)  # fmt: skip
+for name in list(os.environ):
+    if name.startswith(SETTINGS) or name.lower().endswith("_proxy"):
+        del os.environ[name]
 
 # No deadline: the time that one example takes depends on the machine. The same examples in each run: a failure belongs
 # to a change. `pytest --hypothesis-profile random` draws others.

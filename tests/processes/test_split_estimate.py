@@ -47,7 +47,7 @@ def asked(library: Path, folder: Path, cards: list[Card], *words: str, verb: str
     (snapshot / "config.json").write_text(json.dumps(CONFIG | changes))
     (snapshot / "tokenizer_config.json").write_text("{}")
     write_weights(snapshot / "model.safetensors", TENSORS)
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "ROUTER", "HF_"))}
+    own = {key: value for key, value in os.environ.items() if not key.startswith("CUDA")}
     env = {**own, **Driver(library, folder / "cards", cards).environment(), "XDG_STATE_HOME": str(folder / "state")}
     argv = [sys.executable, "-m", "router", verb, *([str(snapshot)] if verb == "estimate" else [])]
     done = subprocess.run([*argv, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)

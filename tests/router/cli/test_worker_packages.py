@@ -32,8 +32,7 @@ def base(tmp_path: Path) -> dict[str, str]:
     """The environment of a router without these packages."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HIDDEN)
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("ROUTER_", "HF_"))}
-    return {**own, "PYTHONPATH": f"{tmp_path}/site:{ROOT}", "ROUTER_STATE_DIR": f"{tmp_path}/state"}
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}/site:{ROOT}", "ROUTER_STATE_DIR": f"{tmp_path}/state"}
 
 
 def command(environ: dict[str, str], *words: str) -> tuple[int, str, str]:
