@@ -375,7 +375,8 @@ def _heads(
     if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key
         value_dim = _first(config, "v_head_dim") or head_dim
         expanded = heads * (_first(config, "qk_nope_head_dim") + rope + value_dim)
-        return heads, 1, rank, rope, expanded
+        # DeepSeek-V3.2 and GLM-5 cache one further key, by which they choose the tokens to attend to.
+        return heads, 1, rank + _first(config, "index_head_dim"), rope, expanded
     kv_heads = _first(config, "num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
     kv_heads = kv_heads or _first(config.get("attn_config"), "kv_n_heads")  # MPT
     is_new_falcon = model_type == "falcon" and config.get("new_decoder_architecture")
