@@ -187,6 +187,22 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {
+            **_MLA,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "index_head_dim": 16,
+            # fewer tokens than a text has, and so many heads that hardly two tokens have an equal score
+            "index_topk": 8,
+            "index_n_heads": 32,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

@@ -41,7 +41,8 @@ PAGED = frozenset(
 
 # Other tested families. They run on the aligned backend.
 ALIGNED = frozenset({
-    "bamba", "bart", "biogpt", "bloom", "codegen", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon",
+    "bamba", "bart", "biogpt", "bloom", "codegen", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "falcon",
     "falcon_h1", "falcon_mamba", "gemma2", "gpt_neo", "gpt_oss", "gptj", "jamba", "lfm2", "llama4_text", "mamba",
     "mamba2", "mpt", "nemotron", "persimmon", "qwen3_next", "stablelm", "t5", "xglm",
 })  # fmt: skip

@@ -5,6 +5,7 @@ One buffer for each tensor that a layer stores, for all rows, allocated at load:
     keys, values    [buffer_rows, heads, width, head_dim]; columns as in `aligned_layout`. A layer with a window stores
                     all columns and shows the model those in the window. If quantized, the last dimension is a record
                     (`quantized_kv_types`).
+    index keys      [buffer_rows, 1, width, dim], by which a layer chooses the columns that it attends to
     cross keys,     the same for keys and values of an encoder's output; they begin at column 0
     values
     states          [buffer_rows, ...] of state-space, convolution and linear-attention layers, twice: the current ones,
@@ -112,6 +113,23 @@ class _KeyValueLayer(_BufferLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         return self._view.past
+
+
+class _IndexedLayer(_KeyValueLayer):  # type: ignore[no-untyped-call]
+    """A layer with index keys."""
+
+    def __init__(
+        self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer, window: int, index: _KeyValueBuffer
+    ):
+        super().__init__(view, keys, values, window)
+        self._index = index
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Append `[rows, tokens, dim]` and return all columns."""
+        view = self._view
+        end = view.time + states.shape[1]
+        self._index.write(view.buffer_rows, slice(view.time, end), states[:, None])
+        return self._index.read(view.buffer_rows, slice(view.low, end))[:, 0]
 
 
 class _CrossAttentionLayer(_BufferLayer):  # type: ignore[no-untyped-call]
@@ -241,6 +259,12 @@ class AlignedCache:
     def _layer(self, shape: LayerShape, device: torch.device) -> Any:
         pair = self._pair(shape.keys, device) if shape.keys is not None else []
         self._key_value_buffers.extend(buffer.tensor for buffer in pair)
+        if pair and shape.index is not None:
+            heads, dim = shape.index.size
+            # Never quantized: a rounded key may choose another column.
+            keys = _KeyValueBuffer(self._empty(heads, self._width, dim, dtype=shape.index.dtype, device=device))
+            self._key_value_buffers.append(keys.tensor)
+            return _IndexedLayer(self._view, pair[0], pair[1], shape.window, keys)
         if not shape.has_states:
             nothing: Any = DummyLayer
             return _KeyValueLayer(self._view, pair[0], pair[1], shape.window) if pair else nothing()

@@ -10,6 +10,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -17,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-_KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _STATE_LAYERS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -50,6 +51,7 @@ class LayerShape:
 
     keys: tuple[TensorShape, TensorShape] | None = None  # keys and values: (heads, head_dim)
     window: int = 0
+    index: TensorShape | None = None  # keys that choose the columns to attend to (DeepSeek-V3.2, GLM-5): (1, dim)
     convolutions: dict[int, TensorShape] = field(default_factory=dict)
     recurrences: dict[int, TensorShape] = field(default_factory=dict)
     cross_keys: tuple[TensorShape, TensorShape] | None = None  # keys and values of the encoder's output
@@ -89,11 +91,19 @@ def _shape(layer: Any) -> LayerShape:
         raise UnsupportedCache(f"it stores a {type(layer).__name__}")
     window = int(layer.sliding_window) if getattr(layer, "is_sliding", False) else 0
     keys = _key_value_shapes(layer) if isinstance(layer, CacheLayerMixin) and layer.keys is not None else None
+    if isinstance(layer, DynamicIndexedLayer):
+        return LayerShape(keys, window, _index_shape(layer))
     if not isinstance(layer, LinearAttentionLayer):
         return LayerShape(keys, window)
     convolutions = {i: TensorShape.of(state) for i, state in layer.conv_states.items() if state is not None}
     recurrences = {i: TensorShape.of(state) for i, state in layer.recurrent_states.items() if state is not None}
-    return LayerShape(keys, window, convolutions, recurrences)
+    return LayerShape(keys, window, None, convolutions, recurrences)
+
+
+def _index_shape(layer: Any) -> TensorShape | None:
+    if layer.indexer_position_ids is not None:
+        raise UnsupportedCache("it stores positions of tokens")
+    return None if layer.indexer_keys is None else TensorShape.of(layer.indexer_keys[:, None], 2)
 
 
 def _key_value_shapes(layer: Any) -> tuple[TensorShape, TensorShape]:
