@@ -66,15 +66,19 @@ MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 ASIDE_SECONDS = 0.25
 MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
-MASK_SECONDS, DRAFT_SECONDS = 0.1, 0.1
+MASK_SECONDS, DRAFT_SECONDS = 0.2, 0.1
 # Measured for 128,000 tokens, with TOKEN_SECONDS for each token and no forward beside the masks: a usual grammar takes
-# 5 ms of them, and 50 ms if each string has a minimum and a maximum length.
-ANSWER_SECONDS = 0.1
+# 5 ms of them, and 50 ms if each string has a minimum and a maximum length. A slow processor may take several times as
+# long.
+ANSWER_SECONDS = 0.3
 # Wait for masks in a step with several requests, as a share of the rest of the step. A fixed time per token would be
 # nothing beside the steps of a large model, and several times those of a small one.
 STEP_SHARE = 1 / 3
-# The least that a token adds to the credit of its request. A usual mask takes 0.05 ms for 128,000 tokens.
+# The least that a token adds to the credit of its request, and for each entry of the vocabulary. A usual mask takes
+# 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms (english.gbnf of llama.cpp): a valid grammar
+# does not fail because another request is running.
 TOKEN_SECONDS = 0.00025
+ENTRY_SECONDS = 80e-9
 # What a token adds while there is no other request that could be delayed.
 ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
@@ -105,13 +109,14 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
 class TokenTime:
     """The CPU time that each token adds to the credit of its request."""
 
-    def __init__(self) -> None:
-        self.seconds = TOKEN_SECONDS
+    def __init__(self, vocab_size: int = 0) -> None:
+        self._least = max(TOKEN_SECONDS, ENTRY_SECONDS * vocab_size)
+        self.seconds = self._least
 
     def learn(self, step_seconds: float, masks: int, *, is_alone: bool) -> None:
         """Record the last step. `step_seconds`: without the wait for its masks; `masks`: their number; `is_alone`:
         there is no other request."""
-        self.seconds = ALONE_SECONDS if is_alone else max(TOKEN_SECONDS, STEP_SHARE * step_seconds / max(masks, 1))
+        self.seconds = ALONE_SECONDS if is_alone else max(self._least, STEP_SHARE * step_seconds / max(masks, 1))
 
 
 @dataclass(slots=True)
@@ -387,7 +392,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
-        self.token_time = TokenTime()
+        self.token_time = TokenTime(vocab_size)
         self._mask_thread = WorkThread("grammar", clock_of_thread)
         self._compilers = tuple(
             WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
