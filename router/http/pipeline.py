@@ -28,7 +28,7 @@ import msgspec
 
 from router.api import lmi, ollama
 from router.api.call import flag
-from router.api.request_log import RequestLog, RequestRecord
+from router.api.request_log import RequestLog, RequestRecord, request_line
 from router.config.settings import MAX_BUFFERED
 from router.errors import ApiError, BadRequest, BodyTimeout, EncodingUnsupported, Internal, QueueFull, TooLarge
 from router.http.listener import PlainRequest
@@ -36,7 +36,6 @@ from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error, wait_for_client
-from router.log import request_line
 from router.registry.registry import Registry
 from worker.protocol import json_faults
 from worker.protocol.dialects import Dialect

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from router.api.request_log import request_line
 from router.events import Event
-from router.log import Line, LogQueue, Ring, _Json, _Text, plan_line, request_line, size, state_line
+from router.log import Line, LogQueue, Ring, _Json, _Text, plan_line, size, state_line
 
 MIB = 1 << 20
 
