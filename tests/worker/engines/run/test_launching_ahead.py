@@ -44,6 +44,7 @@ from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.in_flight_step import SegmentChoosers, launch
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
+from worker.engines.transformers.sample.grammar import TokenTime
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -287,6 +288,7 @@ class FakeGrammars:
 
     def __init__(self, failing: int):
         self.asked = 0
+        self.token_time = TokenTime()
         self._failing = failing
 
     def masks(self, matchers: Sequence[Any]) -> "Future[Any]":
