@@ -99,6 +99,8 @@ class Checkpoint:
     head_dim: int = 0  # elements of one head's key in the cache; the config's when given, else hidden / heads
     # Elements of one head's value in the cache; the rotary part of the key with multi-head latent attention.
     value_dim: int = 0
+    # Elements of one further key in the cache, by which a layer chooses the tokens to attend to (DeepSeek-V3.2, GLM-5).
+    index_dim: int = 0
     attention_elements: int = 0  # elements of keys and values of one token as attention reads them, of all query heads
     intermediate: int = 0  # width of the MLP; of all experts that one token visits together
     mlp_widths: Mapping[str, int] = field(default_factory=dict)  # of MLPs and experts; heads of linear attention
@@ -264,6 +266,7 @@ def from_config(
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
+        index_dim=_first(text, "index_head_dim") if value_dim != head_dim else 0,
         attention_elements=expanded,
         intermediate=_intermediate(text, hidden),
         mlp_widths={
@@ -375,8 +378,7 @@ def _heads(
     if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key
         value_dim = _first(config, "v_head_dim") or head_dim
         expanded = heads * (_first(config, "qk_nope_head_dim") + rope + value_dim)
-        # DeepSeek-V3.2 and GLM-5 cache one further key, by which they choose the tokens to attend to.
-        return heads, 1, rank + _first(config, "index_head_dim"), rope, expanded
+        return heads, 1, rank, rope, expanded
     kv_heads = _first(config, "num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
     kv_heads = kv_heads or _first(config.get("attn_config"), "kv_n_heads")  # MPT
     is_new_falcon = model_type == "falcon" and config.get("new_decoder_architecture")

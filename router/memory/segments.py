@@ -255,6 +255,7 @@ def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -
         facts.kv_heads * head_bytes(preset.kv_cache_dtype, elements, element)
         for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
     ]
+    sizes.append(facts.index_dim * element)  # never quantized
     per_token = attending * sum(sizes)
     draft_block = 0
     if facts.draft is not None:
