@@ -114,7 +114,7 @@ def model(llama: Path) -> Any:
 @pytest.mark.slow
 async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersEngine) -> None:
     validators = pytest.importorskip("jsonschema", reason="a validator that is not ours")
-    asked = [(index % len(SCHEMAS), index) for index in range(620)]  # 500 of them end by themselves
+    asked = [(index % len(SCHEMAS), index) for index in range(310)]  # 250 of them end by themselves
     answers: list[CollectedChoice] = []
     for begin in range(0, len(asked), 62):  # in parts: each request has a deadline
         answers += await asyncio.gather(
@@ -130,8 +130,8 @@ async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersE
             validators.validate(
                 json.loads(collected.text), SCHEMAS[kind], format_checker=validators.FormatChecker(["date"])
             )
-    assert ended.total() >= 500, ended
-    assert all(ended[kind] >= 20 for kind in range(len(SCHEMAS))), ended
+    assert ended.total() >= 250, ended
+    assert all(ended[kind] >= 10 for kind in range(len(SCHEMAS))), ended
 
 
 @pytest.mark.parametrize(
