@@ -40,9 +40,9 @@ step ruff format --check .
 step mypy
 wait
 export OMP_NUM_THREADS=1
-# Four processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
+# Three processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
 # tests/conftest.py puts the longest files first.
-step pytest -n 4 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
+step pytest -n 3 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2
