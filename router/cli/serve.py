@@ -112,7 +112,9 @@ async def _main(settings: Settings, load: LoadPresets, keys: ReadKeys) -> int:
     loaded = load(NONE_ADDED)
     async with AsyncExitStack() as stack:
         stack.enter_context(_readers())
-        registry = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
+        writer = ThreadPoolExecutor(1, thread_name_prefix=f"{DISK}-estimates")
+        stack.callback(writer.shutdown, wait=False)  # its thread ends once everything is written
+        registry = await stack.enter_async_context(_router(settings, load, loaded, keys, stop, writer))
         _banner(settings, registry, loaded)
         _loads = [  # references, which the event loop does not keep
             asyncio.create_task(_load_at_start(registry, preset))
@@ -171,8 +173,9 @@ async def _router(
     loaded: LoadedPresets,
     keys: ReadKeys,
     stop: _Stop,
+    writer: ThreadPoolExecutor,
 ) -> AsyncIterator[Registry]:
-    """One router, which serves for the length of the block."""
+    """One router, which serves for the length of the block. `writer` writes its estimates."""
     _raise_file_limit()
     state = _state_folder(settings)
     _check_locking(settings.sleep_memory, lockable())
@@ -186,7 +189,8 @@ async def _router(
         log.info("%s", note)
     async with _launcher(settings, devices, listen.name(bound[0])) as launcher:
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
-        fleet = _fleet(settings, launcher, devices, files, state, events, loaded)
+        estimates = LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit)
+        fleet = _fleet(settings, launcher, devices, files, estimates, events, loaded)
         registry = Registry(
             settings=settings,
             fleet=fleet,
@@ -231,15 +235,14 @@ def _fleet(
     launcher: LocalLauncher,
     devices: Devices,
     files: Snapshots,
-    state: Path,
+    estimates: LearnedEstimates,
     events: EventLog,
     loaded: LoadedPresets,
 ) -> Fleet:
     """The fleet of a router, after its first plan. Raises ConfigError."""
-    writer = ThreadPoolExecutor(1, thread_name_prefix=f"{DISK}-estimates")
     fleet = Fleet(
         launcher=launcher,
-        learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),
+        learned_estimates=estimates,
         events=events,
         files=files,
         ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),

@@ -108,6 +108,14 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
         await up.says("a disk does not answer and is not waited for")
 
 
+async def test_a_router_that_has_written_estimates_waits_for_no_disk_at_its_end(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        assert await up.end() == 0
+        assert (up.state / "estimates.json").exists()
+        assert [line for line in up.log if "does not answer" in line] == []
+
+
 async def test_estimates_that_cannot_be_written_do_not_hold_up_the_end(tmp_path: Path) -> None:
     async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
         with (up.state / "estimates.lock").open("a") as lock:

@@ -12,7 +12,7 @@ A grammar comes from a client, and some take a second per token. So its work is 
   ones behind it.
 * Masks of a step: by `MaskBudget`.
 * All masks of a request: by a credit. It begins with ANSWER_SECONDS, and each token adds `TokenTime.seconds`. Only the
-  time that a step waited for its masks is charged: those that are ready before the logits delay nobody.
+  time that a step waited for its masks is charged: those that are ready before the logits cause no delay.
 
 A request whose grammar exceeds them ends with an error of its own. So it delays the other requests of its batch by at
 most ANSWER_SECONDS + MASK_SECONDS in all, and otherwise by STEP_SHARE of their time. All requests together delay a step
