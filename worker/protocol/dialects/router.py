@@ -44,7 +44,9 @@ INDEX_RESPONSE = ResponseSchema(body=shape({"message": TEXT, "version": TEXT}), 
 STYLE_RESPONSE = ResponseSchema(media="text/css")
 SCRIPT_RESPONSE = ResponseSchema(media="text/javascript")
 PIN_RESPONSE = ResponseSchema(body=shape({"success": const(True), "model": TEXT, "pinned": FLAG}))
-FORGET_RESPONSE = ResponseSchema(body=shape({"success": const(True), "model": TEXT, "forgotten": COUNT}))
+FORGET_RESPONSE = ResponseSchema(
+    body=shape({"success": const(True), "model": TEXT, "forgotten": COUNT}, {"warning": TEXT})
+)
 CONFIG_RESPONSE = ResponseSchema(body=shape({"schema": const(1), "model": TEXT, "settings": _SETTINGS}))
 LOGS_RESPONSE = ResponseSchema(body=shape({"schema": const(1), "lines": several(_LINE)}))
 LOGS_SSE_RESPONSE = ResponseSchema(frame=_LINE)
