@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.worker.loaded import complete_one, edit, generated, load, mapped, options, reference, serving, shard
-from worker.engines.transformers.attention import kv_pool
+from worker.engines.transformers.attention import kv_pool, paged
+from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_model
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
+from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.errors import StartError
@@ -44,6 +46,19 @@ def refused(folder: Path, **changes: Any) -> StartError:
 
 
 # What works
+
+
+def test_a_rank_does_not_take_the_prebuilt_model_of_one_process(folder: Path) -> None:
+    """It has slices of the weights, so it builds its own, which attends through the cache."""
+    paged.register()
+    asked = options(folder, tensor_parallel=2)
+    config = load_config(asked)
+    prebuilt = loader.build(asked, config, paged.SDPA)
+    assert prebuilt is not None
+    share = RankSlice(0, 2), ProcessGroup(0, 2, torch.device("cpu"))
+    model = load_model(asked, config, paged.SDPA, lambda event: None, built=prebuilt, share=share).model
+    assert model is not prebuilt.model
+    assert (model.config._attn_implementation, model.training) == (paged.SDPA, False)
 
 
 def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:

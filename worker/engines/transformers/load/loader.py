@@ -101,7 +101,7 @@ def load_model(
                 loaded = load.load_quantized()
             else:
                 loaded = load.load_stored(built)
-        if built is None:
+        if built is None or loaded.model is not built.model:  # a rank builds its own, with slices of the weights
             _set_up(loaded.model, attention)
         if device.type != "cpu":
             fused_norms.fuse(loaded.model)
