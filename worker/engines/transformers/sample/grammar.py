@@ -79,7 +79,7 @@ STEP_SHARE = 1 / 3
 # does not fail because another request is running.
 TOKEN_SECONDS = 0.00025
 ENTRY_SECONDS = 80e-9
-# What a token adds while there is no other request that could be delayed.
+# The time that a token adds while there is no other request, which the masks could delay.
 ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
