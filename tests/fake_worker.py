@@ -513,6 +513,7 @@ def main(argv: list[str]) -> None:
     elif isinstance(command, Estimate):
         worker.estimate(command)
     elif isinstance(command, Convert):
+        worker.load()
         tied.send(Converted(weights=0, tokenizer=False))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))

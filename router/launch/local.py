@@ -44,9 +44,6 @@ log = logging.getLogger("router.launch.local")
 FinalEvent = TypeVar("FinalEvent", Downloaded, Converted, Estimated)
 
 SAMPLE_INTERVAL = 1.0  # seconds between two readings of the devices
-# Seconds without an event after which a conversion counts as dead. It reports every quarter of a gigabyte; 10 minutes
-# for that is a guess for a machine that is busy with other things.
-CONVERT_SILENCE = 600.0
 
 
 class LocalLauncher:
@@ -67,6 +64,7 @@ class LocalLauncher:
         offline: bool = False,
         hf_token: str = "",
         download_silence: float = 60.0,
+        conversion_silence: float = 600.0,
         estimate_timeout: float = 120.0,
         python_argv: Sequence[str] = PYTHON_ARGV,
         fork_server: bool = False,
@@ -75,7 +73,8 @@ class LocalLauncher:
         """
         environ: the router's own environment; an allow-list of it is passed on.
         shared_folder: in which the routers of this machine share their reservations; None: there is no other.
-        download_silence: seconds without any event after which a download counts as dead.
+        download_silence, conversion_silence: seconds without any event after which one counts as dead. A conversion
+            reports every quarter of a gigabyte; 10 minutes are a guess for a machine that is busy with other things.
         estimate_timeout: seconds that an estimate may take in all.
         python_argv: the command of the worker program, the interpreter first.
         fork_server: True to fork workers where that is possible.
@@ -83,6 +82,7 @@ class LocalLauncher:
         """
         self.on_reading: Callable[[], None] = lambda: None  # called on the event loop after each new reading
         self._download_silence = download_silence
+        self._conversion_silence = conversion_silence
         self._estimate_timeout = estimate_timeout
         self._ooms = OomKills(count_oom_kills)
         self._processes = ProcessTable(runtime_dir)
@@ -177,30 +177,15 @@ class LocalLauncher:
     # Verbs
 
     async def download(self, program: Program, command: Download, listen: Listen) -> str:
-        loop = asyncio.get_running_loop()
         silence = self._download_silence
-        heartbeat = Heartbeat(loop.time(), start_timeout=silence, repeats_count=True)
-
-        def on_event(event: Event) -> None:
-            heartbeat.record(event, loop.time())
-            listen(event)
-
-        result = await self._run_to_end(program, command, "download", Downloaded, heartbeat, on_event)
-        return result.snapshot
+        return (await self._run_to_end(program, command, "download", Downloaded, silence, listen)).snapshot
 
     async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
-        now = asyncio.get_running_loop().time()
-        # Repeats are those of a process that waits for another conversion.
-        heartbeat = Heartbeat(now, start_timeout=CONVERT_SILENCE, repeats_count=True)
-        return await self._run_to_end(program, command, "convert", Converted, heartbeat, listen)
+        return await self._run_to_end(program, command, "convert", Converted, self._conversion_silence, listen)
 
     async def estimate(self, program: Program, command: Estimate) -> Estimated:
         async with self._estimating:
-            now = asyncio.get_running_loop().time()
-            limit = self._estimate_timeout
-            # Events are not recorded in this heartbeat, so no event prolongs the time limit.
-            heartbeat = Heartbeat(now, start_timeout=limit)
-            return await self._run_to_end(program, command, "estimate", Estimated, heartbeat, lambda event: None)
+            return await self._run_to_end(program, command, "estimate", Estimated, self._estimate_timeout)
 
     @asynccontextmanager
     async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[LocalWorker]:
@@ -254,10 +239,16 @@ class LocalLauncher:
         command: Command,
         verb: Verb,
         kind: type[FinalEvent],
-        heartbeat: Heartbeat,
-        listen: Listen,
+        silence: float,
+        listen: Listen | None = None,
     ) -> FinalEvent:
-        """Run a process to its end and return its last event of `kind`. Raises WorkerLost."""
+        """Run a process to its end and return its last event of `kind`. Raises WorkerLost.
+
+        `silence`: seconds without an event, also a repeated one: a process may wait for another one that does the same
+        work. Without `listen`, seconds in all.
+        """
+        loop = asyncio.get_running_loop()
+        heartbeat = Heartbeat(loop.time(), start_timeout=silence, repeats_count=True)
         tag = self._processes.folder.tag(program.model, program.worker)
         results: list[FinalEvent] = []
         verdicts: list[Verdict] = []
@@ -265,7 +256,9 @@ class LocalLauncher:
         def on_event(event: Event) -> None:
             if isinstance(event, kind):
                 results.append(event)
-            listen(event)
+            if listen is not None:
+                heartbeat.record(event, loop.time())
+                listen(event)
 
         async with self._spawner.running(program, command, verb, tag, secrets.token_urlsafe(32)) as child:
             child.on_event = on_event
@@ -279,7 +272,7 @@ class LocalLauncher:
             if verdicts:
                 raise lost_by_verdict(program, verb, verdicts[0], child.cause)
             if code != Exit.OK or not results:
-                oom_killed = self._ooms.explains(code, asyncio.get_running_loop().time())
+                oom_killed = self._ooms.explains(code, loop.time())
                 raise lost_by_exit(program, verb, code, child.cause, oom_killed=oom_killed)
             return results[-1]
 

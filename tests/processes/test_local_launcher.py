@@ -465,6 +465,19 @@ async def test_silence_ends_a_download_and_time_an_estimate(folder: Path) -> Non
         assert silent.value.cause == "download_failed"
 
 
+@pytest.mark.slow
+async def test_silence_ends_a_conversion_and_progress_prolongs_it(folder: Path, tmp_path: Path) -> None:
+    async with LocalLauncher(
+        devices=FixedDevices(), runtime_dir=folder, environ=os.environ, conversion_silence=2.0, python_argv=FAKE_ARGV
+    ) as launcher:
+        command = Convert(snapshot="/", target=str(tmp_path / "target"))
+        busy = fake_program("m", load_steps=50, load_interval=0.05)
+        await launcher.convert(busy, command, ignore)
+        with pytest.raises(WorkerLost) as silent:
+            await launcher.convert(fake_program("m", deaf=True), command, ignore)
+        assert silent.value.cause == "load_timeout"
+
+
 async def test_an_estimate_is_the_workers_event(launcher: LocalLauncher, tmp_path: Path) -> None:
     (tmp_path / "fake.json").write_text('{"estimated": {"weights": [7], "host": 5}}')
     answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(tmp_path)))
