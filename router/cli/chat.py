@@ -32,22 +32,15 @@ def run(model: str, options: Sequence[str], url: str, key: str) -> int:
     """
     name = "" if options else _served(model, url, key)
     with (
-        _client(url) if name else _started(model, options) as http,
+        client.connect(url, key) if name else _started(model, options, key) as http,
         contextlib.suppress(EOFError),
     ):
         http.timeout = httpx.Timeout(None)  # a load has no time limit here, and Ctrl-C ends the wait
-        http.headers.update({"Authorization": f"Bearer {key}"} if key else {})
         place = f" at {url}" if name else ""
         name = name or _first(http, model)
         print(f"{name}{place}: {_HELP}", file=sys.stderr)
         return _chat(http, name)
     return 0
-
-
-def _client(url: str) -> httpx.Client:
-    if client.is_socket(url):
-        return httpx.Client(base_url=client.SOCKET_URL, transport=httpx.HTTPTransport(uds=url))
-    return httpx.Client(base_url=url, trust_env=False)
 
 
 def _first(http: httpx.Client, model: str) -> str:
@@ -67,7 +60,7 @@ def _served(model: str, url: str, key: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(model: str, options: Sequence[str]) -> Iterator[httpx.Client]:
+def _started(model: str, options: Sequence[str], key: str) -> Iterator[httpx.Client]:
     """A client of a router that serves the model for the length of the block, on a socket of this user. Raises
     ChatError."""
     command = [sys.executable, "-P", "-m", "router", "serve", model, *options]
@@ -90,7 +83,7 @@ def _started(model: str, options: Sequence[str]) -> Iterator[httpx.Client]:
                 if not line:
                     raise ChatError("".join(output).strip())
                 threading.Thread(target=lambda: all(iter(log.readline, b"")), daemon=True).start()  # keep it empty
-                with _client(socket) as http:
+                with client.connect(socket, key) as http:
                     yield http
             finally:
                 process.terminate()

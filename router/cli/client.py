@@ -1,41 +1,14 @@
 """The client commands: one GET to a running router, and its answer as a table."""
 
-import json
-import socket
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from functools import partial
-from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-URL = "http://127.0.0.1:8080"
-SOCKET_URL = "http://router"  # for requests through a socket file; the host has no meaning
+import httpx
+
+from router.cli.options import URL
+
 TIMEOUT = 10.0
 _HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "KV TOKENS", "KV MiB", "ACTIVE", "QUEUE", "LOAD", "STAGES")
-
-
-class _SocketConnection(HTTPConnection):
-    """A connection to the socket file `path`, whatever the host is."""
-
-    def __init__(self, path: str, host: str, timeout: float):
-        super().__init__(host, timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-class _SocketHandler(urllib.request.HTTPHandler):
-    def __init__(self, path: str):
-        super().__init__()
-        self._path = path
-
-    def http_open(self, request: urllib.request.Request) -> HTTPResponse:
-        connection: Any = partial(_SocketConnection, self._path)
-        return self.do_open(connection, request)
 
 
 class RouterUnreachable(Exception):
@@ -57,30 +30,30 @@ def _is_ours(row: Any) -> bool:
     return isinstance(status, dict) and {"value", "in_flight"} <= status.keys()
 
 
-def is_socket(url: str) -> bool:
-    """True if an address is the path of a socket file, as in `--host`."""
-    return url.endswith(".sock") and "://" not in url
+def connect(url: str, key: str = "") -> httpx.Client:
+    """An HTTP client of the router at `url`, which may be the path of a socket file as in `--host`. It ignores proxies
+    of the environment."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    transport = None
+    if url.endswith(".sock") and "://" not in url:
+        transport, url = httpx.HTTPTransport(uds=url), "http://router"  # the host has no meaning
+    return httpx.Client(base_url=url, transport=transport, headers=headers, timeout=TIMEOUT, trust_env=False)
 
 
 def get(url: str, path: str, key: str = "") -> Any:
     """The JSON answer of the router at `url`, which may be a socket file. Raises RouterUnreachable."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base = SOCKET_URL if is_socket(url) else url.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise RouterUnreachable(
-            f"{url} is no address such as {URL} or a path that ends in .sock; give --url, or set ROUTER_URL"
-        )
-    handler = _SocketHandler(url) if is_socket(url) else urllib.request.HTTPHandler()
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), handler)  # ignores proxies of the environment
     try:
-        with direct.open(urllib.request.Request(base + path, headers=headers), timeout=TIMEOUT) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as refused:
-        hint = "; give --api-key, or set ROUTER_API_KEY" if refused.code in (401, 403) else ""
-        raise RouterUnreachable(f"{url} answered {refused.code}{hint}") from None
-    except (OSError, ValueError) as failed:
-        why = getattr(failed, "reason", failed)
-        raise RouterUnreachable(f"no router answers at {url} ({why}); give --url, or set ROUTER_URL") from None
+        with connect(url, key) as http:
+            return http.get(path).raise_for_status().json()
+    except httpx.HTTPStatusError as refused:
+        status = refused.response.status_code
+        hint = "; give --api-key, or set ROUTER_API_KEY" if status in (401, 403) else ""
+        raise RouterUnreachable(f"{url} answered {status}{hint}") from None
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+        example = f"{URL} or a path that ends in .sock"
+        raise RouterUnreachable(f"{url} is no address such as {example}; give --url, or set ROUTER_URL") from None
+    except (httpx.HTTPError, ValueError) as failed:
+        raise RouterUnreachable(f"no router answers at {url} ({failed}); give --url, or set ROUTER_URL") from None
 
 
 def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bool = False) -> str:

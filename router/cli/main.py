@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from router import __version__
-from router.cli import client, options
+from router.cli import options
 from router.cli.options import command_params, given_options, with_names
 from router.cli.worker_packages import missing_packages
 from router.config import effective as written
@@ -191,7 +191,7 @@ def download_command(ctx: click.Context, /, models: tuple[str, ...], **params: A
 
 def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
     address = click.option(
-        "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
+        "--url", default=options.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
         help="Address of the router, or the path of its socket; or ROUTER_URL.",
     )  # fmt: skip
     return address(
@@ -234,6 +234,8 @@ def run_command(url: str, api_key: str, model: str, further: tuple[str, ...]) ->
 @click.option("--all", "everything", is_flag=True, help="Also show models that are not loaded.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON answer of the router.")
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
+    from router.cli import client  # Imported late: it brings the HTTP client.
+
     try:
         models = client.models(url, api_key.partition(",")[0])
     except client.RouterUnreachable as failed:

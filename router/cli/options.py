@@ -20,6 +20,7 @@ _KEYS_ABOUT = """\
 Keys of a model: in a section [id] of a preset file, in [*] for all models, as a flag (--ctx-size 4096) or as a variable
 (ROUTER_CTX_SIZE). Precedence: flag, [id], [*], variable. In brackets: other spellings; default.
 """
+URL = "http://127.0.0.1:8080"  # of a router without options
 REPEATED = frozenset({
     "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip

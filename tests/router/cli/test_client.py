@@ -122,6 +122,8 @@ def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch)
         assert [each["id"] for each in models(url)] == ["x"]
 
 
+# httpcore leaves a socket that cannot connect to the collector.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 def test_a_router_is_asked_through_its_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "router.sock")
     assert main(["ps", "--url", path]) == 3
