@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from router.api.status import value_of
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
+from router.fleet.lifecycle import FETCHED
 from router.fleet.worker import State, estimated
 from router.planner.ledger import LOCAL, WORKER_SLOTS, DeviceId
 from router.registry.worker_groups import ID_SEPARATOR
@@ -146,7 +147,7 @@ class Metrics:
                 if "settle_seconds" in data:
                     self._settling.labels(LOCAL).observe(data["settle_seconds"])
                 self._exits.labels(event.model, data["reason"] or "stopped").inc()
-                if data.get("was") in ("starting", "queued", "downloading"):
+                if data.get("was") in ("starting", "queued", "downloading") and data["reason"] != FETCHED:
                     self._loads.labels(event.model, _result(data["reason"])).inc()
 
     def _forget(self, id: str) -> None:

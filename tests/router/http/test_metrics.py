@@ -70,6 +70,16 @@ async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, re
     assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
 
 
+@virtual
+async def test_a_pull_is_no_load() -> None:
+    world = Schedule({"a": GIB}, missing=("a",))
+    metrics = Metrics(world.fleet, world.events)
+    worker = world.fleet.fetch("a")
+    await worker.stopped.wait()
+    assert worker.reason == "downloaded"
+    assert not any(name.startswith("router_loads_total") for name in samples(metrics))
+
+
 async def test_series_of_a_removed_model_are_dropped() -> None:
     world, metrics = made("a", "b,c", "d")
     for model in ("a", "d"):
