@@ -61,7 +61,7 @@ def _state(registry: Registry) -> dict[str, Any]:
             {"model": sleeping.preset.id, "bytes": sleeping.request.size, "locked": sleeping.is_locked}
             for sleeping in fleet.sleeping_weights.all.values()
         ],
-        "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.converted.items()],
+        "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.conversions.sizes.items()],
         "queue": [
             {"model": worker.preset.id, "position": worker.queue.ahead + 1, "waiting_for": worker.queue.waits_for}
             for worker in fleet.workers()

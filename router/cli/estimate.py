@@ -51,7 +51,7 @@ class Machine:
             shared = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
             self.readings = [replace(each, shared=shared) if each.id.index == HOST else each for each in self.readings]
         self.capacities = capacities(self.readings, self._margin, limits.get)
-        self._records = LearnedEstimates(state / "estimates.json", driver=devices.driver)
+        self.records = LearnedEstimates(state / "estimates.json", driver=devices.driver)
         self.snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
 
     def _margin(self, device: DeviceId) -> int:
@@ -67,14 +67,14 @@ class Machine:
         EstimateError."""
         forked, threads = self.forks(preset), _threads(preset, choice)
         return best_estimate(
-            choice, facts, preset, self.readings, self._records, forked=forked, threads=threads, or_executed=True,
+            choice, facts, preset, self.readings, self.records, forked=forked, threads=threads, or_executed=True,
             learns=learns,
         )  # fmt: skip
 
     def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> MemoryEstimate:
         """The static estimate, with the process overhead that was measured on this machine. Raises EstimateError."""
         forked = self.forks(preset)
-        overhead = self._records.overhead(sharding.device_type(choice, self.readings), forked=forked)
+        overhead = self.records.overhead(sharding.device_type(choice, self.readings), forked=forked)
         threads = _threads(preset, choice)
         return sharding.static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
 
@@ -100,10 +100,6 @@ class Machine:
             shared = RUNTIME_HOST - RUNTIME_FORKED
             traced = replace(traced, inherited=int(shared / estimates.INHERITED_SHARE))
         return estimates.from_trace(traced, preset, forked=forked, first=first)
-
-    def forget(self, facts: Checkpoint) -> None:
-        """Drop the learned figures of a model, for all settings."""
-        self._records.forget(facts)
 
     def remedies(
         self,
@@ -146,7 +142,7 @@ def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: boo
             raise EstimateFailed(f"{preset.id}: --exact needs the files here; `router` fetches them on first use")
         facts = machine.snapshots.facts(folder, preset)
         if forget:
-            machine.forget(facts)
+            machine.records.forget(facts)
         order = device_order(preset, machine.readings, allowed)
         room = sharding.within_utilization(preset, machine.readings, machine.capacities)
         bounds = sharding.within_gpu_split(preset, order, room)

@@ -329,7 +329,7 @@ async def _background_tasks(registry: Registry, metrics: Metrics, stop: _Stop) -
         loop.create_task(metrics.watch_the_loop(), name="lag"),
     }
     if registry.settings.prepare:
-        tasks.add(loop.create_task(asyncio.to_thread(registry.files.sweep), name="sweep"))
+        tasks.add(loop.create_task(asyncio.to_thread(registry.files.conversions.sweep), name="sweep"))
     try:
         yield
     finally:

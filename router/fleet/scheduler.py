@@ -212,7 +212,7 @@ class FleetScheduler:
         waiting = [demand_of(worker) for worker in estimated]
         refining = [demand_of(worker) for worker in queued if worker.queue.refine.is_set()]
         inputs = PlanInputs(waiting + refining, residents, devices, now)
-        found = self._run_planner(inputs)
+        found = plan(inputs.waiting, inputs.residents, inputs.devices, inputs.now, self._policy)
         self._planned_at, self._planned_for = now, len(queued)
         is_fresh, self._is_fresh = self._is_fresh, False
         if (found.start or found.evict) and not is_fresh:
@@ -236,9 +236,6 @@ class FleetScheduler:
         if found.look_again is not None:
             # A moment later, so that `now` of that plan is not before `look_again` by rounding.
             self._set_timer(max(now, found.look_again) + 0.001)
-
-    def _run_planner(self, inputs: PlanInputs) -> Plan:
-        return plan(inputs.waiting, inputs.residents, inputs.devices, inputs.now, self._policy)
 
     def _record(self, inputs: PlanInputs, found: Plan, by_id: Mapping[int, Worker]) -> None:
         for id, refusal in found.refuse.items():
@@ -344,7 +341,7 @@ class FleetScheduler:
         demand = replace(demand_of(worker), best_effort=False)  # a requested model is required
         queue = [demand, *(demand_of(other) for other in self._in_queue() if other.id != worker.id)]
         inputs = PlanInputs(queue, self.residents(), self.observe(), self._loop.time())
-        found = self._run_planner(inputs)
+        found = plan(inputs.waiting, inputs.residents, inputs.devices, inputs.now, self._policy)
         names = {worker.id: worker.preset.id for worker in fleet.workers()}
         names |= {id: weights.preset.id for id, weights in fleet.sleeping_weights.all.items()}
         granted = found.start[demand.id].steps if demand.id in found.start else None

@@ -57,36 +57,26 @@ class Devices:
         self._cgroup = cgroup
         self._accelerators: list[_Accelerator] = []
         self._suspect = False
-        self._notes: list[str] = []
-        self._problems: dict[DeviceId, str] = {}
+        self.notes: list[str] = []  # remarks for people about the devices that were found, one line each
+        self.problems: dict[DeviceId, str] = {}  # for each device that the last `read` could not use, the reason
         self.driver = ""  # version of the accelerators' driver; empty: there is none
         found: list[Found] = []
         try:
             pynvml.nvmlInit()
             with contextlib.suppress(pynvml.NVMLError):
                 self.driver = str(pynvml.nvmlSystemGetDriverVersion())
-            found, self._notes = _enumerate()
+            found, self.notes = _enumerate()
         except pynvml.NVMLError as error:
-            self._notes.append(f"no accelerator: {_explain(error)}")
+            self.notes.append(f"no accelerator: {_explain(error)}")
         if (dev / "kfd").exists():  # AMD's compute driver; its display driver alone is no accelerator
-            self._notes.append("the AMD accelerator (/dev/kfd) is not supported by this version: it is not used")
+            self.notes.append("the AMD accelerator (/dev/kfd) is not supported by this version: it is not used")
         if not found:
             return
         chosen, note = visible(found, env.get("CUDA_VISIBLE_DEVICES"))
         if note:
-            self._notes.append(note)
+            self.notes.append(note)
         for index, device in enumerate(chosen):
             self._accelerators.append(_Accelerator(DeviceId(LOCAL, index), device.uuid, device.name, device.handle))
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Remarks for people about the devices that were found, one line each."""
-        return tuple(self._notes)
-
-    @property
-    def problems(self) -> Mapping[DeviceId, str]:
-        """For each device that the last `read` could not use, the reason."""
-        return dict(self._problems)
 
     def read(self) -> list[Reading]:
         """Every device that has ever been read, the accelerators first and in their order. May block.
@@ -172,10 +162,10 @@ class Devices:
             if had_memory or not isinstance(error, pynvml.NVMLError_NotSupported):
                 self._suspect = True
                 device.handle = None
-                self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
+                self.problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
                 return device.last
             total, used, pool = host.total, host.used, MAIN_MEMORY  # unified memory: it has none of its own
-        self._problems.pop(device.id, None)
+        self.problems.pop(device.id, None)
         device.last = Reading(device.id, total, used, device.name, device.uuid, pool)
         return device.last
 

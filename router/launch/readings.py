@@ -64,7 +64,7 @@ class DeviceSampler:
         self.on_reading = on_reading
         self._read_timeout = read_timeout
         self._devices = devices
-        self._latest: tuple[Reading, ...] = ()
+        self.latest: Sequence[Reading] = ()
         self._problems: Mapping[DeviceId, str] = {}  # those of the last successful reading, which were logged
         # The reading that was requested and has not begun: True if it was successful. Guarded by `_lock`.
         self._next: asyncio.Future[bool] | None = None
@@ -74,13 +74,9 @@ class DeviceSampler:
         self._closed = False
         self._error = ""
 
-    @property
-    def latest(self) -> Sequence[Reading]:
-        return self._latest
-
     def visible(self, names: Mapping[str, DeviceId]) -> str:
         """CUDA_VISIBLE_DEVICES for these devices, by UUID where the driver gives one."""
-        uuids = {reading.id: reading.uuid for reading in self._latest}
+        uuids = {reading.id: reading.uuid for reading in self.latest}
         accelerators = [device for device in names.values() if device.index >= 0]
         return ",".join(uuids.get(device) or str(device.index) for device in accelerators)
 
@@ -100,12 +96,12 @@ class DeviceSampler:
         self._missed = 0 if await self._read_now(self._read_timeout) else self._missed + 1
         if self._missed == LOST_AFTER:
             log.error("the device drivers do not answer: no worker is started until they do")
-            self._publish(tuple(_full(reading) for reading in self._latest))
+            self._publish(tuple(_full(reading) for reading in self.latest))
 
     async def refresh(self) -> Sequence[Reading]:
         """Readings that began after this call, if they arrive in time, else the latest ones."""
         await self._read_now(self._read_timeout)
-        return self._latest
+        return self.latest
 
     async def settle(self, devices: Collection[DeviceId]) -> None:
         """Return once two readings of `devices`, `SETTLE_INTERVAL` apart, agree, or after `SETTLE_TIMEOUT`.
@@ -172,8 +168,8 @@ class DeviceSampler:
         request.set_result(not error)
 
     def _publish(self, readings: tuple[Reading, ...]) -> None:
-        if readings != self._latest:
-            self._latest = readings
+        if readings != self.latest:
+            self.latest = readings
             self.on_reading()
 
 

@@ -44,7 +44,7 @@ class HubModels:
         in the list was missing. The download goes on if the caller is cancelled. Raises BadRequest if the model exists
         or cannot be downloaded, LoadBackoff if a later try may succeed.
         """
-        return await self._uncancelled(self._fetch(text))
+        return await asyncio.shield(self._begin(self._fetch(text)))
 
     async def _fetch(self, text: str) -> tuple[str, Worker | None]:
         registry = self.registry
@@ -186,7 +186,7 @@ class HubModels:
             )
         if found := await presets_using_files(self.registry, listed.preset):
             raise InUse(f"the files of '{listed.id}' are used by {', '.join(found)}; change that preset first")
-        await self._uncancelled(self._delete(listed))
+        await asyncio.shield(self._begin(self._delete(listed)))
 
     async def _delete(self, listed: ListedModel) -> None:
         registry, preset = self.registry, listed.preset
@@ -204,7 +204,7 @@ class HubModels:
             keep = {Path(folder).name for other in others if (folder := registry.files.find(other)) is not None}
             cache, repo, revision = registry.settings.hub_cache, preset.repo, preset.revision
             await asyncio.to_thread(hub_cache.remove, cache, repo, revision, keep=keep, alone=not others)
-            await asyncio.to_thread(registry.files.sweep)
+            await asyncio.to_thread(registry.files.conversions.sweep)
         except (OSError, ValueError) as error:
             registry.deleting.discard(preset.id)
             with suppress(ApiError):
@@ -212,10 +212,6 @@ class HubModels:
             raise Internal(f"the files of '{preset.id}' cannot be deleted: {error}") from None
         finally:
             registry.deleting.discard(preset.id)
-
-    async def _uncancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. It runs to its end even if the caller is cancelled."""
-        return await asyncio.shield(self._begin(work))
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from router.config.presets import Preset
@@ -44,7 +44,7 @@ class ConvertedSnapshots:
         self._folder = folder
         self._versions = tuple(versions)
         self._given_up: set[Path] = set()
-        self._sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # bytes of disk by source, as of the last sweep or load
         self._sweeping = threading.Lock()
 
     def target(self, snapshot: str) -> Path | None:
@@ -68,7 +68,7 @@ class ConvertedSnapshots:
         manifest = self._manifest(target) if target is not None and target not in self._given_up else None
         if manifest is None or not manifest.files:
             return None
-        self._sizes = {**self._sizes, manifest.source: _size(manifest)}  # listed without waiting for a sweep
+        self.sizes = {**self.sizes, manifest.source: _size(manifest)}  # listed without waiting for a sweep
         return str(target)
 
     def command(self, snapshot: str, facts: Checkpoint) -> Convert | None:
@@ -99,11 +99,6 @@ class ConvertedSnapshots:
         except OSError as error:
             log.warning("%s cannot be deleted: %s", target, error.strerror or error)
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of disk by source, as of the last sweep or load."""
-        return self._sizes
-
     def sweep(self) -> int:
         """Delete conversions whose source is gone or has changed, and abandoned parts. Returns how many."""
         swept, sizes = 0, {}
@@ -120,7 +115,7 @@ class ConvertedSnapshots:
                     swept += 1
                 elif manifest.files:
                     sizes[manifest.source] = _size(manifest)
-            self._sizes = sizes
+            self.sizes = sizes
         return swept
 
     @contextlib.contextmanager

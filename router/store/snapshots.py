@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,15 +136,6 @@ class Snapshots:
             return False
         self.conversions.give_up(Path(snapshot))
         return True
-
-    def sweep(self) -> None:
-        """Delete converted copies of snapshots that are gone or changed. Blocks on the disk."""
-        self.conversions.sweep()
-
-    @property
-    def converted(self) -> Mapping[str, int]:
-        """Bytes of converted copies by the folder of the original. Does not read the disk."""
-        return self.conversions.sizes
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
         """Return the adapters of `preset`, with their folders for adapters from the hub that are here."""

@@ -15,6 +15,7 @@ from router.fleet.worker import Costs, Worker
 from router.memory.checkpoint_facts import Checkpoint, Part, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
+from router.store.converted import ConvertedSnapshots
 from router.store.snapshots import Snapshots
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, run_virtual
 from worker.protocol.argv import AdapterSource, Convert, Download
@@ -70,7 +71,7 @@ class FakeFiles(Snapshots):
         self.pickled: set[str] = set()  # those of them that cannot be loaded without a conversion
         self.damaged: set[str] = set()  # folders that cannot be read
         self.is_on_hub = False  # the models can be downloaded again
-        self.swept = 0
+        self.conversions = ConvertedSnapshots(Path("/conversions of a fake"))
         self.looks = 0  # calls that looked up the size of weights
         self._changes: Counter[str] = Counter()
 
@@ -100,13 +101,6 @@ class FakeFiles(Snapshots):
         for source in sources:
             del self.copies[source]
         return bool(sources)
-
-    def sweep(self) -> None:
-        self.swept += 1
-
-    @property
-    def converted(self) -> dict[str, int]:
-        return dict.fromkeys(self.copies, 128 << 20)
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
         return list(preset.adapters)
