@@ -176,7 +176,9 @@ async def _folder(registry: Registry, preset: Preset, src: str) -> str:
     """
     path = src.removeprefix("file://")
     if path.startswith("/"):
-        return await asyncio.to_thread(_local, registry, preset, path)
+        real = await asyncio.to_thread(allowed_folder, path, registry.settings, "src", preset.adapters_dir)
+        await asyncio.to_thread(_check, real, preset)
+        return str(real)
     repo, revision = hub_source(src, "src", "an adapter")
     alone = replace(preset, adapters=(AdapterSource(name="", path=f"{HUB}{repo}:{revision}"),))
     for command in registry.files.missing_adapters(alone):
@@ -192,12 +194,6 @@ async def _folder(registry: Registry, preset: Preset, src: str) -> str:
         )
     await asyncio.to_thread(_check, Path(found.path), preset)
     return found.path
-
-
-def _local(registry: Registry, preset: Preset, path: str) -> str:
-    real = allowed_folder(path, registry.settings, "src", preset.adapters_dir)
-    _check(real, preset)
-    return str(real)
 
 
 def _check(folder: Path, preset: Preset) -> None:

@@ -101,18 +101,6 @@ class Machine:
             traced = replace(traced, inherited=int(shared / estimates.INHERITED_SHARE))
         return estimates.from_trace(traced, preset, forked=forked, first=first)
 
-    def remedies(
-        self,
-        preset: Preset,
-        facts: Checkpoint,
-        choice: sharding.Choice,
-        estimate: MemoryEstimate,
-        bounds: Mapping[DeviceId, int],
-    ) -> Remedies:
-        """The keys with which a model would fit that does not."""
-        room, threads = {**self.capacities, **bounds}, _threads(preset, choice)
-        return remedies(facts, preset, choice, estimate, room, threads=threads, forked=self.forks(preset))
-
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
         """Bytes of a device for all workers together, and at most the bound of the preset."""
         capacity = self.capacities[device]
@@ -166,6 +154,11 @@ def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: boo
         needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
     if not on_host:
         needs[MAIN_MEMORY] = estimate.host
+    ways_out = Remedies()
+    if not fit:
+        room = {**machine.capacities, **bounds}
+        is_forked = machine.forks(preset)
+        ways_out = remedies(facts, preset, choice, estimate, room, threads=_threads(preset, choice), forked=is_forked)
     readings = [reading for reading in machine.readings if reading.id in needs]
     keys = sharding.limiting_keys(preset, on_host=on_host)
     return Report(
@@ -174,7 +167,7 @@ def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: boo
         files=files,
         is_downloaded=is_downloaded,
         estimate=estimate,
-        remedies=Remedies() if fit else machine.remedies(preset, facts, choice, estimate, bounds),
+        remedies=ways_out,
         steps=sharding.grantable(choice, estimate, bounds),
         is_forked=machine.forks(preset),
         on_host=on_host,

@@ -189,8 +189,17 @@ async def _router(
         log.info("%s", note)
     async with _launcher(settings, devices, listen.name(bound[0])) as launcher:
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
-        estimates = LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit)
-        fleet = _fleet(settings, launcher, devices, files, estimates, events, loaded)
+        fleet = Fleet(
+            launcher=launcher,
+            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),
+            events=events,
+            files=files,
+            ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
+            presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
+            settings=settings,
+        )
+        launcher.on_reading = fleet.scheduler.plan_soon
+        fleet.scheduler.plan_now()
         registry = Registry(
             settings=settings,
             fleet=fleet,
@@ -228,30 +237,6 @@ def _launcher(settings: Settings, devices: Devices, name: str) -> LocalLauncher:
         hf_token=settings.hf_token,
         fork_server=settings.fork_server,
     )
-
-
-def _fleet(
-    settings: Settings,
-    launcher: LocalLauncher,
-    devices: Devices,
-    files: Snapshots,
-    estimates: LearnedEstimates,
-    events: EventLog,
-    loaded: LoadedPresets,
-) -> Fleet:
-    """The fleet of a router, after its first plan. Raises ConfigError."""
-    fleet = Fleet(
-        launcher=launcher,
-        learned_estimates=estimates,
-        events=events,
-        files=files,
-        ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
-        presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
-        settings=settings,
-    )
-    launcher.on_reading = fleet.scheduler.plan_soon
-    fleet.scheduler.plan_now()
-    return fleet
 
 
 def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:

@@ -311,8 +311,9 @@ def largest_image(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tu
     if family == "gemma3":
         tokens = _first(config, "mm_tokens_per_image") or 256
     if family == "idefics3":
-        longest = _longest_edge(processor.get("size")) or 4 * side
-        images = (-(-longest // (_longest_edge(processor.get("max_image_size")) or side))) ** 2 + 1
+        longest = _first(processor.get("size"), "longest_edge") or 4 * side
+        tile = _first(processor.get("max_image_size"), "longest_edge") or side
+        images = (-(-longest // tile)) ** 2 + 1
         tokens = images * -(-patches // max(_first(config, "scale_factor"), 1) ** 2)
     widths = 2 * _first(vision, "hidden_size") + _first(vision, "intermediate_size")
     # Eight tensors of each width, as in any other layer (segments.COPIES).
@@ -359,10 +360,6 @@ def _size(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
         if isinstance(value, (int, float)) and value < (0 if found else least):
             raise ValueError(f"{name} is {value}")
     return found
-
-
-def _longest_edge(size: Any) -> int:
-    return _first(size, "longest_edge")
 
 
 def _heads(
