@@ -341,9 +341,7 @@ class SettingReader:
         """The keys that a JSON object of vLLM and LMI means."""
         try:
             found = keys_of(text)
-        except click.BadParameter as error:
-            self._fault(place, option.name, error.message)
-        except ValueError as error:
+        except (click.BadParameter, ValueError) as error:
             self._fault(place, option.name, str(error))
         else:
             yield from ((Spelling(preset_keys.BY_NAME[name], name), value) for name, value in found.items())
@@ -362,10 +360,7 @@ class SettingReader:
             return
         try:
             value = self._read(key, spelling, text, place, quoted)
-        except click.BadParameter as error:
-            self._fault(place, key.name, error.message)
-            return
-        except ValueError as error:
+        except (click.BadParameter, ValueError) as error:
             self._fault(place, key.name, str(error))
             return
         before = layer.get(spelling.canonical)

@@ -281,15 +281,10 @@ class Proxy:
         await response.finish()
 
 
-NO_WAIT = "queue;dur=0.0, load;dur=0.0"
-
-
 def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str:
     """The value of the Server-Timing header (W3C Server Timing, section 3), in milliseconds; arguments are in seconds.
 
     `stages`: the parts of `load`. They can add up to more, as a load may have begun while the request was queued."""
-    if queue < 0.00005 and load < 0.00005 and not stages:
-        return NO_WAIT
     parts = {"queue": queue, "load": load, **{f"load-{stage}": seconds for stage, seconds in stages.items()}}
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
 
