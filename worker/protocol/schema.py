@@ -1,5 +1,7 @@
 """Builders of JSON Schemas for request fields and responses, and queries of a schema.
 
+The modules of `dialects` import this one as `s`: nearly every line of their tables uses a builder.
+
 A request field whose schema does not allow null is required. In all other fields null has the same meaning as absence.
 """
 

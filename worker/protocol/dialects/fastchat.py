@@ -2,33 +2,10 @@
 
 from collections.abc import Mapping
 
+from worker.protocol import schema as s
 from worker.protocol.dialects.generation_fields import MAX_INT32
 from worker.protocol.dialects.openai import EMBEDDINGS, MODEL, TEXT_COMPLETION
-from worker.protocol.schema import (
-    ANY_OBJECT,
-    COUNT,
-    FLAG,
-    NULL,
-    NUMBER,
-    TEXT,
-    Body,
-    ResponseSchema,
-    Schema,
-    any_of,
-    array,
-    const,
-    enum,
-    flag,
-    integer,
-    members,
-    one_of,
-    or_null,
-    record,
-    ref,
-    required,
-    several,
-    shape,
-)
+from worker.protocol.schema import Body, ResponseSchema, Schema
 
 # Fields with the name and the meaning of a field of OpenAI's text completions.
 SAME_AS_OPENAI = (
@@ -37,46 +14,50 @@ SAME_AS_OPENAI = (
 )  # fmt: skip
 GENERATE: Body = {
     **{name: TEXT_COMPLETION[name] for name in SAME_AS_OPENAI},
-    "prompt": TEXT,
-    "max_new_tokens": integer(1, None, "256 unless stated."),
-    "echo": flag("The text begins with the prompt; true unless stated."),
-    "stream": flag("No effect: the path decides."),
-    "images": one_of([[]]),
+    "prompt": s.TEXT,
+    "max_new_tokens": s.integer(1, None, "256 unless stated."),
+    "echo": s.flag("The text begins with the prompt; true unless stated."),
+    "stream": s.flag("No effect: the path decides."),
+    "images": s.one_of([[]]),
 }
 EMBED: Body = EMBEDDINGS
-COUNT_TOKENS: Body = {"model": MODEL, "prompt": TEXT}
+COUNT_TOKENS: Body = {"model": MODEL, "prompt": s.TEXT}
 CONV_TEMPLATE: Body = {"model": MODEL}
 TOKEN_CHECK: Body = {
-    "prompts": required(array(record({**COUNT_TOKENS, "max_tokens": integer(0, MAX_INT32)}), most=256))
+    "prompts": s.required(s.array(s.record({**COUNT_TOKENS, "max_tokens": s.integer(0, MAX_INT32)}), most=256))
 }
 
 _CONVERSATION = {
-    **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
+    **s.shape({"name": s.TEXT, "roles": s.several(s.TEXT), "sep_style": s.COUNT}),
     "additionalProperties": True,
 }
-STREAM_RESPONSE = ResponseSchema(frame=ref("FastChatText"))
-GENERATE_RESPONSE = ResponseSchema(body=ref("FastChatText"))
-EMBED_RESPONSE = ResponseSchema(body=shape({"embedding": several(any_of(several(NUMBER), TEXT)), "token_num": COUNT}))
-CONV_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"conv": _CONVERSATION}))
-COUNT_TOKENS_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
-STATUS_RESPONSE = ResponseSchema(body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}))
-MODELS_RESPONSE = ResponseSchema(body=shape({"models": several(TEXT)}))
-ADDRESS_RESPONSE = ResponseSchema(body=shape({"address": TEXT}))
-NULL_RESPONSE = ResponseSchema(body=NULL)
-WORD_RESPONSE = ResponseSchema(body=const("success"))
-DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
+STREAM_RESPONSE = ResponseSchema(frame=s.ref("FastChatText"))
+GENERATE_RESPONSE = ResponseSchema(body=s.ref("FastChatText"))
+EMBED_RESPONSE = ResponseSchema(
+    body=s.shape({"embedding": s.several(s.any_of(s.several(s.NUMBER), s.TEXT)), "token_num": s.COUNT})
+)
+CONV_TEMPLATE_RESPONSE = ResponseSchema(body=s.shape({"conv": _CONVERSATION}))
+COUNT_TOKENS_RESPONSE = ResponseSchema(body=s.shape({"count": s.COUNT, "error_code": s.const(0)}))
+STATUS_RESPONSE = ResponseSchema(
+    body=s.shape({"model_names": s.several(s.TEXT), "speed": s.COUNT, "queue_length": s.COUNT})
+)
+MODELS_RESPONSE = ResponseSchema(body=s.shape({"models": s.several(s.TEXT)}))
+ADDRESS_RESPONSE = ResponseSchema(body=s.shape({"address": s.TEXT}))
+NULL_RESPONSE = ResponseSchema(body=s.NULL)
+WORD_RESPONSE = ResponseSchema(body=s.const("success"))
+DETAILS_RESPONSE = ResponseSchema(body=s.shape({"context_length": s.COUNT}))
 TOKEN_CHECK_RESPONSE = ResponseSchema(
-    body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))})
+    body=s.shape({"prompts": s.several(s.shape({"fits": s.FLAG, "tokenCount": s.COUNT, "contextLength": s.COUNT}))})
 )
 
 COMPONENTS: Mapping[str, Schema] = {
-    "FastChatText": shape(
+    "FastChatText": s.shape(
         {
-            "text": TEXT,
-            "usage": or_null(shape(members(COUNT, "prompt_tokens", "completion_tokens", "total_tokens"))),
-            "error_code": const(0),
-            "finish_reason": or_null(enum("stop", "length")),
+            "text": s.TEXT,
+            "usage": s.or_null(s.shape(s.members(s.COUNT, "prompt_tokens", "completion_tokens", "total_tokens"))),
+            "error_code": s.const(0),
+            "finish_reason": s.or_null(s.enum("stop", "length")),
         },
-        {"logprobs": or_null(ANY_OBJECT)},
+        {"logprobs": s.or_null(s.ANY_OBJECT)},
     ),
 }

@@ -1,27 +1,7 @@
 """Request fields that several dialects share: sampling, structured output, and fields that have no effect."""
 
-from worker.protocol.schema import (
-    ANY_OBJECT,
-    COUNT,
-    NULL,
-    TEXT,
-    Body,
-    Schema,
-    any_of,
-    array,
-    choice,
-    const,
-    flag,
-    integer,
-    members,
-    number,
-    one_of,
-    or_null,
-    record,
-    required,
-    tagged,
-    text,
-)
+from worker.protocol import schema as s
+from worker.protocol.schema import Body, Schema
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -56,7 +36,7 @@ FORMATS = ("text", "json_object", "json_schema")
 # Schema of fields that clients send and that have no effect.
 NO_EFFECT: Schema = {"description": "No effect."}
 # Request fields without effect: any value is accepted.
-NO_OPS: Body = members(
+NO_OPS: Body = s.members(
     NO_EFFECT,
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse",
@@ -67,10 +47,12 @@ NO_OPS: Body = members(
 _OFF = "Not supported; leave it out."
 _TUNES: Schema = {"description": "No effect: the feature that it tunes is off."}
 _IN_PRESET = "Not supported in a request; set it in the model's preset."
-_NULL, _NO, _YES, _EMPTY = one_of([], _OFF), one_of([False], _OFF), one_of([True], _OFF), one_of([""], _OFF)
-_ZERO, _ONE = one_of([0], _OFF), one_of([1], _OFF)
-_NO_ENTRIES, _NO_MEMBERS = one_of([[]], _OFF), one_of([{}], _OFF)
-_NO_BUDGET = one_of([-1], "Not supported; turn reasoning off with reasoning_effort none, or limit all with max_tokens.")
+_NULL, _NO, _YES, _EMPTY = s.one_of([], _OFF), s.one_of([False], _OFF), s.one_of([True], _OFF), s.one_of([""], _OFF)
+_ZERO, _ONE = s.one_of([0], _OFF), s.one_of([1], _OFF)
+_NO_ENTRIES, _NO_MEMBERS = s.one_of([[]], _OFF), s.one_of([{}], _OFF)
+_NO_BUDGET = s.one_of(
+    [-1], "Not supported; turn reasoning off with reasoning_effort none, or limit all with max_tokens."
+)
 _AT_MOST_ZERO: Schema = {"type": ["number", "null"], "maximum": 0, "description": _OFF}
 # Names of the limit of reasoning: llama-server's, an older one, Qwen's and vLLM's.
 REASONING_BUDGETS = (
@@ -78,48 +60,50 @@ REASONING_BUDGETS = (
 )  # fmt: skip
 # Unsupported fields, with the values that have no effect and are therefore accepted.
 NEUTRAL: Body = {
-    **members(_TUNES, "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "adaptive_decay"),
-    **members(_TUNES, "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-    **members(_TUNES, "length_penalty", "early_stopping"),
-    **members(_NULL, "audio", "web_search_options"),
-    **members(_NO, "store", "grammar_lazy", "thinking_forced_open", "use_beam_search", "echo", "return_hidden_states"),
+    **s.members(_TUNES, "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "adaptive_decay"),
+    **s.members(_TUNES, "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    **s.members(_TUNES, "length_penalty", "early_stopping"),
+    **s.members(_NULL, "audio", "web_search_options"),
+    **s.members(
+        _NO, "store", "grammar_lazy", "thinking_forced_open", "use_beam_search", "echo", "return_hidden_states"
+    ),
     "raw_scores": _NO,
-    **members(_YES, "parse_tool_calls", "include_reasoning", "use_activation"),
-    "normalize": one_of([True], "Not supported; send embd_normalize to POST /embedding."),
-    "embed_dtype": one_of(["float32"], "Not supported; read 32-bit floats."),
-    "endianness": one_of(["native", "little"], "Not supported; read little-endian numbers."),
-    **members(_ZERO, "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"),
-    **members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target"),
-    **members(_ONE, "typical_p", "typ_p", "tfs_z", "best_of"),
-    **members(_NO_BUDGET, "reasoning_budget", "reasoning_budget_tokens"),
-    **members(_NO_BUDGET, "thinking_budget_tokens", "thinking_token_budget"),
-    **members(_EMPTY, "guided_whitespace_pattern", "structural_tag", "custom_logit_processor"),
-    **members(_NO_ENTRIES, "grammar_triggers", "preserved_tokens", "logits_processors", "logprob_token_ids"),
-    "allowed_token_ids": one_of([], "Not supported; give these tokens 100 in logit_bias."),
-    "bad_words": one_of([[]], "Not supported; give each word false in logit_bias."),
-    **members(_NO_MEMBERS, "repetition_detection", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs"),
-    **members(_NO_MEMBERS, "media_io_kwargs", "session_params"),
-    "modalities": one_of([[], ["text"]], _OFF),
-    "functions": one_of([[]], "Not supported; send tools."),
-    "function_call": one_of(["none", "auto"], "Not supported; send tool_choice."),
-    "min_keep": one_of([0, 1], _OFF),
-    "stop_regex": one_of(["", []], _OFF),
-    "chat_template": one_of([""], _IN_PRESET),
-    "priority": one_of([0], _IN_PRESET),
-    "image_data": one_of([[]], "Not supported; send images in messages."),
-    "prompt_embeds": one_of([[]], "Not supported; send text or token ids in prompt."),
-    "lora_path": one_of([""], "Not supported; name the adapter in model, adapters or lora."),
+    **s.members(_YES, "parse_tool_calls", "include_reasoning", "use_activation"),
+    "normalize": s.one_of([True], "Not supported; send embd_normalize to POST /embedding."),
+    "embed_dtype": s.one_of(["float32"], "Not supported; read 32-bit floats."),
+    "endianness": s.one_of(["native", "little"], "Not supported; read little-endian numbers."),
+    **s.members(_ZERO, "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"),
+    **s.members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target"),
+    **s.members(_ONE, "typical_p", "typ_p", "tfs_z", "best_of"),
+    **s.members(_NO_BUDGET, "reasoning_budget", "reasoning_budget_tokens"),
+    **s.members(_NO_BUDGET, "thinking_budget_tokens", "thinking_token_budget"),
+    **s.members(_EMPTY, "guided_whitespace_pattern", "structural_tag", "custom_logit_processor"),
+    **s.members(_NO_ENTRIES, "grammar_triggers", "preserved_tokens", "logits_processors", "logprob_token_ids"),
+    "allowed_token_ids": s.one_of([], "Not supported; give these tokens 100 in logit_bias."),
+    "bad_words": s.one_of([[]], "Not supported; give each word false in logit_bias."),
+    **s.members(_NO_MEMBERS, "repetition_detection", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs"),
+    **s.members(_NO_MEMBERS, "media_io_kwargs", "session_params"),
+    "modalities": s.one_of([[], ["text"]], _OFF),
+    "functions": s.one_of([[]], "Not supported; send tools."),
+    "function_call": s.one_of(["none", "auto"], "Not supported; send tool_choice."),
+    "min_keep": s.one_of([0, 1], _OFF),
+    "stop_regex": s.one_of(["", []], _OFF),
+    "chat_template": s.one_of([""], _IN_PRESET),
+    "priority": s.one_of([0], _IN_PRESET),
+    "image_data": s.one_of([[]], "Not supported; send images in messages."),
+    "prompt_embeds": s.one_of([[]], "Not supported; send text or token ids in prompt."),
+    "lora_path": s.one_of([""], "Not supported; name the adapter in model, adapters or lora."),
 }
 
 # Sampling
 
 NON_EMPTY_TEXT: Schema = {"type": "string", "minLength": 1}
-STOP: Schema = any_of(
+STOP: Schema = s.any_of(
     NON_EMPTY_TEXT,
-    array(NON_EMPTY_TEXT, most=MAX_STOPS),
+    s.array(NON_EMPTY_TEXT, most=MAX_STOPS),
     about="Strings at which the text ends; none of them is part of it.",
 )
-_BIAS: Schema = any_of({"type": "number", "minimum": -100, "maximum": 100}, const(False))
+_BIAS: Schema = s.any_of({"type": "number", "minimum": -100, "maximum": 100}, s.const(False))
 _BIAS_BY_NAME: Schema = {
     "type": "object",
     "propertyNames": {"minLength": 1, "maxLength": MAX_BIAS_LENGTH},
@@ -128,27 +112,27 @@ _BIAS_BY_NAME: Schema = {
 }
 _BIAS_PAIR: Schema = {
     "type": "array",
-    "prefixItems": [any_of(COUNT, {**TEXT, "maxLength": MAX_BIAS_LENGTH}), _BIAS],
+    "prefixItems": [s.any_of(s.COUNT, {**s.TEXT, "maxLength": MAX_BIAS_LENGTH}), _BIAS],
     "minItems": 2,
     "maxItems": 2,
 }
-_LOGIT_BIAS = any_of(
+_LOGIT_BIAS = s.any_of(
     _BIAS_BY_NAME,
-    array(_BIAS_PAIR, most=MAX_BIASES),
+    s.array(_BIAS_PAIR, most=MAX_BIASES),
     about="Biases by token id; a text stands for each of its tokens; false bans a token.",
 )
 TUNING: Body = {
-    "temperature": number(0, 100, "0 selects the most probable token."),
-    "top_k": integer(-1, MAX_INT32, "0 and -1 are off."),
-    "top_p": number(0, 1),
-    "min_p": number(0, 1),
-    "repetition_penalty": number(0.01, 100),
-    "repeat_penalty": number(0.01, 100, "The same as repetition_penalty."),
-    "repeat_last_n": integer(-1, MAX_INT32, "Number of last tokens that repetition_penalty considers; -1 is all."),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
+    "temperature": s.number(0, 100, "0 selects the most probable token."),
+    "top_k": s.integer(-1, MAX_INT32, "0 and -1 are off."),
+    "top_p": s.number(0, 1),
+    "min_p": s.number(0, 1),
+    "repetition_penalty": s.number(0.01, 100),
+    "repeat_penalty": s.number(0.01, 100, "The same as repetition_penalty."),
+    "repeat_last_n": s.integer(-1, MAX_INT32, "Number of last tokens that repetition_penalty considers; -1 is all."),
+    "presence_penalty": s.number(-2, 2),
+    "frequency_penalty": s.number(-2, 2),
     # More would take time in proportion: each place of a prompt is noted by as many tokens.
-    "no_repeat_ngram_size": integer(0, 64, "No sequence of this many tokens occurs twice; 0 is off."),
+    "no_repeat_ngram_size": s.integer(0, 64, "No sequence of this many tokens occurs twice; 0 is off."),
 }
 
 
@@ -160,65 +144,65 @@ def tuning(*names: str) -> Body:
 SAMPLING: Body = {
     **TUNING,
     "stop": STOP,
-    "seed": integer(-_LONG, _LONG - 1, "-1 is a random seed for each request."),
+    "seed": s.integer(-_LONG, _LONG - 1, "-1 is a random seed for each request."),
     "logit_bias": _LOGIT_BIAS,
-    "samplers": any_of(
-        array(TEXT),
-        TEXT,
+    "samplers": s.any_of(
+        s.array(s.TEXT),
+        s.TEXT,
         about="llama-server's samplers: any of penalties, top_k, top_p, min_p and temperature, in this order or with"
         " temperature before the other three.",
     ),
-    "min_tokens": integer(0),
-    "ignore_eos": flag(),
+    "min_tokens": s.integer(0),
+    "ignore_eos": s.flag(),
 }
 
 # Speculative decoding, in llama-server's names.
 SPECULATION: Body = {
-    "speculative.n_max": integer(0, None, "Most tokens to draft in a step, at most the preset's draft-max; 0: none."),
-    "speculative.n_min": integer(0, None, "Fewest tokens of a draft."),
+    "speculative.n_max": s.integer(0, None, "Most tokens to draft in a step, at most the preset's draft-max; 0: none."),
+    "speculative.n_min": s.integer(0, None, "Fewest tokens of a draft."),
 }
 
 # Structured output
 
-_SCHEMA = any_of(
-    ANY_OBJECT,
-    {**TEXT, "contentMediaType": "application/json"},
-    NULL,
+_SCHEMA = s.any_of(
+    s.ANY_OBJECT,
+    {**s.TEXT, "contentMediaType": "application/json"},
+    s.NULL,
     about="A JSON schema, or one as a string.",
 )
-_CHOICES: Schema = array(NON_EMPTY_TEXT, least=1, most=MAX_GUIDED_CHOICES)
+_CHOICES: Schema = s.array(NON_EMPTY_TEXT, least=1, most=MAX_GUIDED_CHOICES)
 NAMED_SCHEMA: Body = {
-    "strict": flag(),
+    "strict": s.flag(),
     "schema": _SCHEMA,
     "name": NO_EFFECT,
     "description": {"description": "Reported as ignored: not part of the prompt."},
 }
 # `schema`, `value` (TGI's name) and `json_schema` have the same meaning.
 RESPONSE_FORMAT: Body = {
-    "type": required(choice(FORMATS)),
+    "type": s.required(s.choice(FORMATS)),
     "schema": _SCHEMA,
     "value": _SCHEMA,
-    "json_schema": record(NAMED_SCHEMA),
+    "json_schema": s.record(NAMED_SCHEMA),
 }
 STRUCTURED: Body = {
     "json": _SCHEMA,
-    "json_object": flag(),
-    "regex": text(),
+    "json_object": s.flag(),
+    "regex": s.text(),
     "choice": _CHOICES,
-    "grammar": text(),
-    **members(one_of([False]), "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+    "grammar": s.text(),
+    **s.members(s.one_of([False]), "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
 }
-FREE_FORMATS = (tagged("text", {}), tagged("json_object", {"schema": _SCHEMA, "value": _SCHEMA}))
-_SCHEMA_FORMAT = tagged("json_schema", {name: RESPONSE_FORMAT[name] for name in ("schema", "value", "json_schema")})
+FREE_FORMATS = (s.tagged("text", {}), s.tagged("json_object", {"schema": _SCHEMA, "value": _SCHEMA}))
+_SCHEMA_FORMAT = s.tagged("json_schema", {name: RESPONSE_FORMAT[name] for name in ("schema", "value", "json_schema")})
 GRAMMAR: Body = {
-    "response_format": or_null(any_of(*FREE_FORMATS, _SCHEMA_FORMAT)),
+    "response_format": s.or_null(s.any_of(*FREE_FORMATS, _SCHEMA_FORMAT)),
     "json_schema": _SCHEMA,
-    "grammar": text("GBNF."),
+    "grammar": s.text("GBNF."),
     "guided_json": _SCHEMA,
-    "guided_regex": text(),
+    "guided_regex": s.text(),
     "guided_choice": _CHOICES,
-    "guided_grammar": text("GBNF."),
-    "regex": text(),
-    "ebnf": text("GBNF."),
-    "structured_outputs": record(STRUCTURED, "Exactly one of json, json_object, regex, choice and grammar."),
+    "guided_grammar": s.text("GBNF."),
+    "regex": s.text(),
+    "ebnf": s.text("GBNF."),
+    "structured_outputs": s.record(STRUCTURED, "Exactly one of json, json_object, regex, choice and grammar."),
 }

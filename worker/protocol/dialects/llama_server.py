@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from worker.protocol import schema as s
 from worker.protocol.dialects import openai
 from worker.protocol.dialects.generation_fields import (
     GRAMMAR,
@@ -14,34 +15,7 @@ from worker.protocol.dialects.generation_fields import (
 )
 from worker.protocol.dialects.openai import MODEL
 from worker.protocol.dialects.vllm import TOKEN_COUNT
-from worker.protocol.schema import (
-    ANY_OBJECT,
-    COUNT,
-    FLAG,
-    NULL,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    Body,
-    ResponseSchema,
-    Schema,
-    any_of,
-    array,
-    by_name,
-    const,
-    described,
-    enum,
-    flag,
-    integer,
-    members,
-    one_of,
-    or_null,
-    ref,
-    required,
-    several,
-    shape,
-    text,
-)
+from worker.protocol.schema import Body, ResponseSchema, Schema
 
 # Fields with the name and the meaning of a field of OpenAI's text completions.
 SAME_AS_OPENAI = (
@@ -53,53 +27,59 @@ COMPLETION: Body = {
     "prompt": openai.TEXTS,
     "n_predict": openai.MAX_TOKENS_OR_ZERO,
     "max_tokens": openai.MAX_TOKENS_OR_ZERO,
-    "n_probs": integer(0, None, "At most the model's max-logprobs."),
-    "n": integer(1, MAX_CHOICES),
-    "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
-    "return_tokens": flag(),
-    "post_sampling_probs": flag("With n_probs: probabilities after all samplers."),
-    "response_fields": array(TEXT, most=MAX_SHOWN, about="Fields of the response to return; `a/b` is a nested field."),
-    "return_tokens_only": one_of([False]),
+    "n_probs": s.integer(0, None, "At most the model's max-logprobs."),
+    "n": s.integer(1, MAX_CHOICES),
+    "n_cmpl": s.integer(1, MAX_CHOICES, "The same as n."),
+    "return_tokens": s.flag(),
+    "post_sampling_probs": s.flag("With n_probs: probabilities after all samplers."),
+    "response_fields": s.array(
+        s.TEXT, most=MAX_SHOWN, about="Fields of the response to return; `a/b` is a nested field."
+    ),
+    "return_tokens_only": s.one_of([False]),
 }
 INFILL: Body = {
     **COMPLETION,
-    "prompt": text("Text with which the completion begins."),
-    "input_prefix": required(text("Text before the gap.")),
-    "input_suffix": required(text("Text after the gap.")),
-    "input_extra": array(
-        described({"text": TEXT, "filename": text()}), most=MAX_TEXTS, about="Further files, put before the prefix."
+    "prompt": s.text("Text with which the completion begins."),
+    "input_prefix": s.required(s.text("Text before the gap.")),
+    "input_suffix": s.required(s.text("Text after the gap.")),
+    "input_extra": s.array(
+        s.described({"text": s.TEXT, "filename": s.text()}),
+        most=MAX_TEXTS,
+        about="Further files, put before the prefix.",
     ),
 }
 TOKENIZE: Body = {
     "model": MODEL,
-    "content": any_of(TEXT, {**openai.TOKENS_AND_TEXTS, "minItems": 0}),
-    "add_special": flag(),
-    "parse_special": flag("true unless stated."),
-    "with_pieces": flag(),
+    "content": s.any_of(s.TEXT, {**openai.TOKENS_AND_TEXTS, "minItems": 0}),
+    "add_special": s.flag(),
+    "parse_special": s.flag("true unless stated."),
+    "with_pieces": s.flag(),
 }
-DETOKENIZE: Body = {"model": MODEL, "tokens": several(COUNT)}
+DETOKENIZE: Body = {"model": MODEL, "tokens": s.several(s.COUNT)}
 
-_TEXTS_OR_NULL: Schema = {**openai.TEXTS, "anyOf": [*openai.TEXTS["anyOf"], NULL]}
+_TEXTS_OR_NULL: Schema = {**openai.TEXTS, "anyOf": [*openai.TEXTS["anyOf"], s.NULL]}
 EMBEDDING: Body = {
     "model": MODEL,
     "input": _TEXTS_OR_NULL,
     "content": _TEXTS_OR_NULL,
-    "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
+    "embd_normalize": s.integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
     "prompt_name": openai.PROMPT_NAME,
     **openai.TRUNCATION,
 }
-_DOCUMENT = any_of(TEXT, described({"text": TEXT}))
+_DOCUMENT = s.any_of(s.TEXT, s.described({"text": s.TEXT}))
 RERANK: Body = {
     "model": MODEL,
     "query": NON_EMPTY_TEXT,
-    "documents": array(_DOCUMENT, least=1, most=MAX_TEXTS, about="Either these or `texts`."),
-    "texts": array(TEXT, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."),
-    "top_n": integer(1),
-    "max_tokens_per_doc": integer(
+    "documents": s.array(_DOCUMENT, least=1, most=MAX_TEXTS, about="Either these or `texts`."),
+    "texts": s.array(
+        s.TEXT, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."
+    ),
+    "top_n": s.integer(1),
+    "max_tokens_per_doc": s.integer(
         0, None, "The first tokens of each document that are read, as in Cohere's API; 0: all."
     ),
-    "return_documents": flag(),
-    "return_text": flag("The same as `return_documents`."),
+    "return_documents": s.flag(),
+    "return_text": s.flag("The same as `return_documents`."),
     **openai.TRUNCATION,
 }
 TEMPLATE = openai.skip_all_but(openai.CHAT, openai.CONVERSATION)
@@ -110,155 +90,165 @@ MODEL_NAME: Body = {
 }
 DOWNLOAD: Body = {**MODEL_NAME, "model": {**NON_EMPTY_TEXT, "description": "org/name, or org/name:revision."}}
 
-_TOKEN: dict[str, Schema] = {"id": COUNT, "token": TEXT, "bytes": several(COUNT)}
-_LOGPROB: dict[str, Schema] = {**_TOKEN, "logprob": or_null(NUMBER)}
-_PROBABILITY: dict[str, Schema] = {**_TOKEN, "prob": {**NUMBER, "minimum": 0, "maximum": 1}}
+_TOKEN: dict[str, Schema] = {"id": s.COUNT, "token": s.TEXT, "bytes": s.several(s.COUNT)}
+_LOGPROB: dict[str, Schema] = {**_TOKEN, "logprob": s.or_null(s.NUMBER)}
+_PROBABILITY: dict[str, Schema] = {**_TOKEN, "prob": {**s.NUMBER, "minimum": 0, "maximum": 1}}
 # All are optional, because of `response_fields`.
 _NATIVE: dict[str, Schema] = {
-    **members(COUNT, "index", "tokens_predicted", "tokens_evaluated", "tokens_cached"),
-    **members(TEXT, "content", "model", "prompt", "stopping_word"),
-    **members(FLAG, "stop", "has_new_line", "truncated"),
-    "tokens": several(COUNT),
-    "id_slot": const(-1),
-    "generation_settings": ANY_OBJECT,
-    "stop_type": enum("eos", "limit", "word", "none"),
-    "timings": ref("Timings"),
-    "completion_probabilities": any_of(
-        several(shape({**_LOGPROB, "top_logprobs": several(shape(_LOGPROB))})),
-        several(shape({**_PROBABILITY, "top_probs": several(shape(_PROBABILITY))})),
+    **s.members(s.COUNT, "index", "tokens_predicted", "tokens_evaluated", "tokens_cached"),
+    **s.members(s.TEXT, "content", "model", "prompt", "stopping_word"),
+    **s.members(s.FLAG, "stop", "has_new_line", "truncated"),
+    "tokens": s.several(s.COUNT),
+    "id_slot": s.const(-1),
+    "generation_settings": s.ANY_OBJECT,
+    "stop_type": s.enum("eos", "limit", "word", "none"),
+    "timings": s.ref("Timings"),
+    "completion_probabilities": s.any_of(
+        s.several(s.shape({**_LOGPROB, "top_logprobs": s.several(s.shape(_LOGPROB))})),
+        s.several(s.shape({**_PROBABILITY, "top_probs": s.several(s.shape(_PROBABILITY))})),
     ),
 }
-_MEMORY = by_name(shape({**members(COUNT, "estimated_mib", "reserved_mib"), "measured_mib": or_null(COUNT)}))
-_KV_CACHE = shape(members(COUNT, "tokens", "mib"))
-_PULSE = shape(
+_MEMORY = s.by_name(
+    s.shape({**s.members(s.COUNT, "estimated_mib", "reserved_mib"), "measured_mib": s.or_null(s.COUNT)})
+)
+_KV_CACHE = s.shape(s.members(s.COUNT, "tokens", "mib"))
+_PULSE = s.shape(
     {
-        **members(COUNT, "steps", "running", "waiting", "parallel"),
-        **members(NUMBER, "prefill_tokens_per_second", "decode_tokens_per_second"),
-        "cache": shape(members(COUNT, "used", "reusable", "total")),
+        **s.members(s.COUNT, "steps", "running", "waiting", "parallel"),
+        **s.members(s.NUMBER, "prefill_tokens_per_second", "decode_tokens_per_second"),
+        "cache": s.shape(s.members(s.COUNT, "used", "reusable", "total")),
     }
 )
 _META: dict[str, Schema] = {
-    **members(COUNT, "n_vocab", "n_ctx", "n_ctx_train", "n_embd", "n_params", "size"),
-    "vocab_type": WHOLE,
-    "ftype": or_null(TEXT),
+    **s.members(s.COUNT, "n_vocab", "n_ctx", "n_ctx_train", "n_embd", "n_params", "size"),
+    "vocab_type": s.WHOLE,
+    "ftype": s.or_null(s.TEXT),
 }
-_HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT), "error": ANY_OBJECT})
-_RESULT = shape({"index": COUNT, "relevance_score": NUMBER}, {"document": shape({"text": TEXT})})
+_HEALTH = s.shape(
+    {"status": s.TEXT}, {"model": s.TEXT, "message": s.TEXT, "waiting_for": s.several(s.TEXT), "error": s.ANY_OBJECT}
+)
+_RESULT = s.shape({"index": s.COUNT, "relevance_score": s.NUMBER}, {"document": s.shape({"text": s.TEXT})})
 
 COMPONENTS: Mapping[str, Schema] = {
-    "NativeCompletion": shape({}, _NATIVE),
-    "NativeCompletionFrame": shape({}, {**_NATIVE, "prompt_progress": openai.PROMPT_PROGRESS}),
-    "Status": shape(
+    "NativeCompletion": s.shape({}, _NATIVE),
+    "NativeCompletionFrame": s.shape({}, {**_NATIVE, "prompt_progress": openai.PROMPT_PROGRESS}),
+    "Status": s.shape(
         {
-            "value": enum("unloaded", "loading", "loaded", "sleeping", "downloading"),
-            "args": several(TEXT),
-            "pinned": FLAG,
-            **members(COUNT, "in_flight", "queued"),
+            "value": s.enum("unloaded", "loading", "loaded", "sleeping", "downloading"),
+            "args": s.several(s.TEXT),
+            "pinned": s.FLAG,
+            **s.members(s.COUNT, "in_flight", "queued"),
         },
         {
-            **members(TEXT, "preset", "error", "reason", "waiting_for"),
-            **members(NUMBER, "retry_at", "since", "processor_seconds"),
-            "failed": const(True),
-            "exit_code": WHOLE,
-            "draining": FLAG,
-            "progress": ANY_OBJECT,
-            "replicas": shape(members(COUNT, "ready", "open", "least", "most")),
+            **s.members(s.TEXT, "preset", "error", "reason", "waiting_for"),
+            **s.members(s.NUMBER, "retry_at", "since", "processor_seconds"),
+            "failed": s.const(True),
+            "exit_code": s.WHOLE,
+            "draining": s.FLAG,
+            "progress": s.ANY_OBJECT,
+            "replicas": s.shape(s.members(s.COUNT, "ready", "open", "least", "most")),
             "pulse": _PULSE,
-            "spent": by_name(NUMBER),
-            "estimate": shape({"source": TEXT}, {"note": TEXT}),
+            "spent": s.by_name(s.NUMBER),
+            "estimate": s.shape({"source": s.TEXT}, {"note": s.TEXT}),
             "memory": _MEMORY,
-            "kv_cache": shape({"least": _KV_CACHE, "granted": or_null(_KV_CACHE), "most": _KV_CACHE}),
-            "shares": several(TEXT),
+            "kv_cache": s.shape({"least": _KV_CACHE, "granted": s.or_null(_KV_CACHE), "most": _KV_CACHE}),
+            "shares": s.several(s.TEXT),
         },
     ),
-    "Model": shape(
+    "Model": s.shape(
         {
-            "id": TEXT,
-            **members(several(TEXT), "aliases", "tags"),
-            "object": const("model"),
-            "owned_by": const("llamacpp"),
-            "created": COUNT,
-            "status": ref("Status"),
-            "architecture": shape(members(several(TEXT), "input_modalities", "output_modalities")),
-            "source": enum("preset", "models_dir", "cache"),
-            "can_remove": FLAG,
-            "capabilities": or_null(several(enum("chat", "completion", "tools", "vision", "embedding", "rerank"))),
-            "meta": shape({}, _META),
+            "id": s.TEXT,
+            **s.members(s.several(s.TEXT), "aliases", "tags"),
+            "object": s.const("model"),
+            "owned_by": s.const("llamacpp"),
+            "created": s.COUNT,
+            "status": s.ref("Status"),
+            "architecture": s.shape(s.members(s.several(s.TEXT), "input_modalities", "output_modalities")),
+            "source": s.enum("preset", "models_dir", "cache"),
+            "can_remove": s.FLAG,
+            "capabilities": s.or_null(
+                s.several(s.enum("chat", "completion", "tools", "vision", "embedding", "rerank"))
+            ),
+            "meta": s.shape({}, _META),
         },
         {
-            **members(TEXT, "parent", "display_name", "created_at"),
-            "max_model_len": COUNT,
-            "type": const("model"),
-            "lifecycle": const("active"),
+            **s.members(s.TEXT, "parent", "display_name", "created_at"),
+            "max_model_len": s.COUNT,
+            "type": s.const("model"),
+            "lifecycle": s.const("active"),
         },
     ),
-    "Reload": shape(members(several(TEXT), "added", "changed", "restarted", "removed", "warnings")),
-    "Slot": shape(
+    "Reload": s.shape(s.members(s.several(s.TEXT), "added", "changed", "restarted", "removed", "warnings")),
+    "Slot": s.shape(
         {
-            **members(COUNT, "id", "n_ctx", "n_prompt_tokens_left", "draft_n", "draft_n_accepted"),
-            "model": TEXT,
-            "id_task": WHOLE,
-            **members(FLAG, "is_processing", "speculative"),
-            "next_token": several(shape({"has_next_token": FLAG, "n_decoded": COUNT, "n_remain": WHOLE})),
+            **s.members(s.COUNT, "id", "n_ctx", "n_prompt_tokens_left", "draft_n", "draft_n_accepted"),
+            "model": s.TEXT,
+            "id_task": s.WHOLE,
+            **s.members(s.FLAG, "is_processing", "speculative"),
+            "next_token": s.several(s.shape({"has_next_token": s.FLAG, "n_decoded": s.COUNT, "n_remain": s.WHOLE})),
         }
     ),
-    "Ranking": shape(
+    "Ranking": s.shape(
         {
-            **members(TEXT, "id", "model"),
-            "object": const("list"),
-            "results": several(_RESULT),
-            "usage": ref("PromptUsage"),
+            **s.members(s.TEXT, "id", "model"),
+            "object": s.const("list"),
+            "results": s.several(_RESULT),
+            "usage": s.ref("PromptUsage"),
         }
     ),
 }
 
 COMPLETION_RESPONSE = ResponseSchema(
-    body=any_of(ref("NativeCompletion"), several(ref("NativeCompletion"))), frame=ref("NativeCompletionFrame")
+    body=s.any_of(s.ref("NativeCompletion"), s.several(s.ref("NativeCompletion"))), frame=s.ref("NativeCompletionFrame")
 )
-RANKING = any_of(ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT})))
+RANKING = s.any_of(s.ref("Ranking"), s.several(s.shape({"index": s.COUNT, "score": s.NUMBER}, {"text": s.TEXT})))
 RERANK_RESPONSE = ResponseSchema(body=RANKING)
-EMBEDDING_RESPONSE = ResponseSchema(body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})))
+EMBEDDING_RESPONSE = ResponseSchema(
+    body=s.several(s.shape({"index": s.COUNT, "embedding": s.several(s.several(s.NUMBER))}))
+)
 MODELS_RESPONSE = ResponseSchema(
-    body=shape(
-        {"object": const("list"), "data": several(ref("Model"))},
-        {"reload": ref("Reload"), "has_more": const(False), **members(or_null(TEXT), "first_id", "last_id")},
+    body=s.shape(
+        {"object": s.const("list"), "data": s.several(s.ref("Model"))},
+        {"reload": s.ref("Reload"), "has_more": s.const(False), **s.members(s.or_null(s.TEXT), "first_id", "last_id")},
     )
 )
-MODEL_RESPONSE = ResponseSchema(body=ref("Model"))
-MODELS_SSE_RESPONSE = ResponseSchema(frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}))
+MODEL_RESPONSE = ResponseSchema(body=s.ref("Model"))
+MODELS_SSE_RESPONSE = ResponseSchema(frame=s.shape({"model": s.TEXT, "event": s.TEXT, "data": s.ANY_OBJECT}))
 # Of downloads, deletions and unloads.
-SUCCESS_RESPONSE = ResponseSchema(body=shape({"success": const(True)}))
-_EVICTED = several(shape({"model": TEXT, "reason": TEXT}))
+SUCCESS_RESPONSE = ResponseSchema(body=s.shape({"success": s.const(True)}))
+_EVICTED = s.several(s.shape({"model": s.TEXT, "reason": s.TEXT}))
 LOAD_RESPONSE = ResponseSchema(
-    body=shape({"success": const(True)}, {"status": ref("Status"), "evicted": _EVICTED, "load_ms": NUMBER})
+    body=s.shape({"success": s.const(True)}, {"status": s.ref("Status"), "evicted": _EVICTED, "load_ms": s.NUMBER})
 )
 HEALTH_RESPONSE = ResponseSchema(body=_HEALTH, further={503: _HEALTH})
 METRICS_RESPONSE = ResponseSchema(media="text/plain")
-_ROUTER_PROPS = shape(
+_ROUTER_PROPS = s.shape(
     {
-        "role": const("router"),
-        **members(COUNT, "max_instances", "memory_margin_mib"),
-        **members(TEXT, "model_alias", "model_path", "build_info"),
-        **members(ANY_OBJECT, "default_generation_settings", "ui_settings"),
-        "models_autoload": FLAG,
-        "cors_proxy_enabled": const(False),
+        "role": s.const("router"),
+        **s.members(s.COUNT, "max_instances", "memory_margin_mib"),
+        **s.members(s.TEXT, "model_alias", "model_path", "build_info"),
+        **s.members(s.ANY_OBJECT, "default_generation_settings", "ui_settings"),
+        "models_autoload": s.FLAG,
+        "cors_proxy_enabled": s.const(False),
     }
 )
-_MODEL_PROPS = shape(
+_MODEL_PROPS = s.shape(
     {
-        **members(TEXT, "model_alias", "model_path", "chat_template", "bos_token", "eos_token", "build_info"),
-        **members(ANY_OBJECT, "default_generation_settings", "chat_template_caps"),
-        **members(FLAG, "is_sleeping", "is_loaded"),
-        "total_slots": COUNT,
-        "modalities": by_name(FLAG),
-        "capabilities": several(TEXT),
+        **s.members(s.TEXT, "model_alias", "model_path", "chat_template", "bos_token", "eos_token", "build_info"),
+        **s.members(s.ANY_OBJECT, "default_generation_settings", "chat_template_caps"),
+        **s.members(s.FLAG, "is_sleeping", "is_loaded"),
+        "total_slots": s.COUNT,
+        "modalities": s.by_name(s.FLAG),
+        "capabilities": s.several(s.TEXT),
     }
 )
-PROPS_RESPONSE = ResponseSchema(body=any_of(_ROUTER_PROPS, _MODEL_PROPS))
-_PIECE = shape({"id": COUNT, "piece": any_of(TEXT, several(COUNT))})
-TOKENIZE_RESPONSE = ResponseSchema(body=any_of(shape({"tokens": several(any_of(COUNT, _PIECE))}), TOKEN_COUNT))
-DETOKENIZE_RESPONSE = ResponseSchema(body=shape({"content": TEXT, "prompt": TEXT}))
-APPLY_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"prompt": TEXT}))
-SLOTS_RESPONSE = ResponseSchema(body=several(ref("Slot")))
-LORA_ADAPTERS_RESPONSE = ResponseSchema(body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})))
+PROPS_RESPONSE = ResponseSchema(body=s.any_of(_ROUTER_PROPS, _MODEL_PROPS))
+_PIECE = s.shape({"id": s.COUNT, "piece": s.any_of(s.TEXT, s.several(s.COUNT))})
+TOKENIZE_RESPONSE = ResponseSchema(
+    body=s.any_of(s.shape({"tokens": s.several(s.any_of(s.COUNT, _PIECE))}), TOKEN_COUNT)
+)
+DETOKENIZE_RESPONSE = ResponseSchema(body=s.shape({"content": s.TEXT, "prompt": s.TEXT}))
+APPLY_TEMPLATE_RESPONSE = ResponseSchema(body=s.shape({"prompt": s.TEXT}))
+SLOTS_RESPONSE = ResponseSchema(body=s.several(s.ref("Slot")))
+LORA_ADAPTERS_RESPONSE = ResponseSchema(body=s.several(s.shape({"id": s.COUNT, "path": s.TEXT, "scale": s.NUMBER})))
 STREAMS_LOOKUP_RESPONSE = ResponseSchema(body={"type": "array", "maxItems": 0})

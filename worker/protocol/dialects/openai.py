@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from worker.protocol import schema as s
 from worker.protocol.dialects.generation_fields import (
     EFFORTS,
     GRAMMAR,
@@ -16,81 +17,52 @@ from worker.protocol.dialects.generation_fields import (
     SPECULATION,
     VERBOSITIES,
 )
-from worker.protocol.schema import (
-    ANY_OBJECT,
-    ANYTHING,
-    COUNT,
-    NULL,
-    NUMBER,
-    TEXT,
-    Body,
-    ResponseSchema,
-    Schema,
-    any_of,
-    array,
-    by_name,
-    choice,
-    const,
-    described,
-    enum,
-    flag,
-    integer,
-    members,
-    one_of,
-    or_null,
-    record,
-    ref,
-    required,
-    several,
-    shape,
-    tagged,
-    text,
-)
+from worker.protocol.schema import Body, ResponseSchema, Schema
 
 STREAM_OPTIONS: Body = {
-    "include_usage": flag(),
-    "continuous_usage_stats": flag("With include_usage: every chunk contains the usage so far."),
-    "include_obfuscation": flag("Reported as ignored if true: nothing is added to chunks."),
+    "include_usage": s.flag(),
+    "continuous_usage_stats": s.flag("With include_usage: every chunk contains the usage so far."),
+    "include_obfuscation": s.flag("Reported as ignored if true: nothing is added to chunks."),
 }
-PING_INTERVAL = any_of(
-    or_null({**NUMBER, "minimum": 0.01, "maximum": 86400}),
-    const(-1),
+PING_INTERVAL = s.any_of(
+    s.or_null({**s.NUMBER, "minimum": 0.01, "maximum": 86400}),
+    s.const(-1),
     about="Seconds of silence in a stream before a comment; -1 is never.",
 )
-MODEL: Schema = text("Id or alias; required if several models are configured and none is the default.")
-_FROM_ONE: Schema = {**COUNT, "minimum": 1}
-MAX_TOKENS = any_of(or_null(_FROM_ONE), const(-1), about="New tokens at most; -1 is all that fits.")
-MAX_TOKENS_OR_ZERO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
-_SCALE: Schema = {**NUMBER, "minimum": -1e6, "maximum": 1e6}
-_BY_ID: Schema = {**described({"id": COUNT, "scale": _SCALE}), "required": ["id"]}
-_BY_NAME: Schema = {**described({"name": {**TEXT, "minLength": 1}, "scale": _SCALE}), "required": ["name"]}
-ADAPTERS = any_of(
-    or_null(TEXT),
-    several(TEXT),
-    several(any_of(_BY_ID, _BY_NAME)),
+MODEL: Schema = s.text("Id or alias; required if several models are configured and none is the default.")
+_FROM_ONE: Schema = {**s.COUNT, "minimum": 1}
+MAX_TOKENS = s.any_of(s.or_null(_FROM_ONE), s.const(-1), about="New tokens at most; -1 is all that fits.")
+MAX_TOKENS_OR_ZERO: Schema = s.integer(-1, None, "New tokens at most; -1 is all that fits.")
+_SCALE: Schema = {**s.NUMBER, "minimum": -1e6, "maximum": 1e6}
+_BY_ID: Schema = {**s.described({"id": s.COUNT, "scale": _SCALE}), "required": ["id"]}
+_BY_NAME: Schema = {**s.described({"name": {**s.TEXT, "minLength": 1}, "scale": _SCALE}), "required": ["name"]}
+ADAPTERS = s.any_of(
+    s.or_null(s.TEXT),
+    s.several(s.TEXT),
+    s.several(s.any_of(_BY_ID, _BY_NAME)),
     about="A LoRA adapter by name, one for each of several prompts, or one with its scale, by name or by its place in"
     " GET /lora-adapters. Empty is none.",
 )
-TOKENS_AND_TEXTS: Schema = {**several(any_of(COUNT, TEXT)), "minItems": 1}
-_PARTS: Schema = {**several(described({"type": const("text"), "text": TEXT})), "minItems": 1}
+TOKENS_AND_TEXTS: Schema = {**s.several(s.any_of(s.COUNT, s.TEXT)), "minItems": 1}
+_PARTS: Schema = {**s.several(s.described({"type": s.const("text"), "text": s.TEXT})), "minItems": 1}
 # Objects that llama-server accepts in place of a text.
 TEXT_OBJECTS: tuple[Schema, ...] = (
-    described({"prompt_string": TEXT, "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
-    described({"content": any_of(TEXT, _PARTS)}),
+    s.described({"prompt_string": s.TEXT, "multimodal_data": s.one_of([[]], "Not supported: send a chat.")}),
+    s.described({"content": s.any_of(s.TEXT, _PARTS)}),
 )
-_TEXT_OR_TOKENS = (TEXT, TOKENS_AND_TEXTS, *TEXT_OBJECTS)
-TEXTS = any_of(
+_TEXT_OR_TOKENS = (s.TEXT, TOKENS_AND_TEXTS, *TEXT_OBJECTS)
+TEXTS = s.any_of(
     *_TEXT_OR_TOKENS,
-    {**several(any_of(*_TEXT_OR_TOKENS)), "minItems": 1, "maxItems": MAX_TEXTS},
+    {**s.several(s.any_of(*_TEXT_OR_TOKENS)), "minItems": 1, "maxItems": MAX_TEXTS},
     about="A text, several, token ids, or several arrays of them; texts may stand between token ids, and in objects of"
     " a prompt_string or of content.",
 )
 MAX_ENDS = 128
 # vLLM's fields for details about tokens in the response.
 TOKEN_DETAILS: Body = {
-    "prompt_logprobs": integer(0, None, "At most the model's max-logprobs; not in streams."),
-    "return_token_ids": flag("Prompt and completion are also returned as token ids."),
-    "return_tokens_as_token_ids": flag("Logprobs name tokens as token_id:N."),
+    "prompt_logprobs": s.integer(0, None, "At most the model's max-logprobs; not in streams."),
+    "return_token_ids": s.flag("Prompt and completion are also returned as token ids."),
+    "return_tokens_as_token_ids": s.flag("Logprobs name tokens as token_id:N."),
 }
 COMMON: Body = {
     "model": MODEL,
@@ -100,125 +72,127 @@ COMMON: Body = {
     "max_tokens": MAX_TOKENS,
     "max_completion_tokens": MAX_TOKENS,
     "n_predict": MAX_TOKENS,
-    "n": integer(1, MAX_CHOICES),
-    "stream": flag(),
-    "stream_options": record(STREAM_OPTIONS, "Only with stream: true."),
+    "n": s.integer(1, MAX_CHOICES),
+    "stream": s.flag(),
+    "stream_options": s.record(STREAM_OPTIONS, "Only with stream: true."),
     **TOKEN_DETAILS,
-    "stop_token_ids": array(COUNT, most=MAX_ENDS, about="Token ids that end the text."),
-    "include_stop_str_in_output": flag("The stop string is part of the text."),
-    "skip_special_tokens": flag("true unless stated."),
-    "truncate_prompt_tokens": any_of(
-        or_null(_FROM_ONE),
-        const(-1),
+    "stop_token_ids": s.array(s.COUNT, most=MAX_ENDS, about="Token ids that end the text."),
+    "include_stop_str_in_output": s.flag("The stop string is part of the text."),
+    "skip_special_tokens": s.flag("true unless stated."),
+    "truncate_prompt_tokens": s.any_of(
+        s.or_null(_FROM_ONE),
+        s.const(-1),
         about="Truncate a longer prompt to this many tokens, the last ones by default; -1 is all that fit.",
     ),
-    "truncation_side": choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
-    "cache_salt": text("The prefix cache is shared only with requests of the same salt."),
-    "return_progress": flag("Chunks contain the progress of the prompt."),
-    "timings_per_token": flag("Every chunk contains timings."),
+    "truncation_side": s.choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
+    "cache_salt": s.text("The prefix cache is shared only with requests of the same salt."),
+    "return_progress": s.flag("Chunks contain the progress of the prompt."),
+    "timings_per_token": s.flag("Every chunk contains timings."),
     "sse_ping_interval": PING_INTERVAL,
 }
 ALLOWED_MODES = ("auto", "required")
-_FUNCTION: Schema = described(
+_FUNCTION: Schema = s.described(
     {
-        "name": TEXT,
-        "description": ANYTHING,
+        "name": s.TEXT,
+        "description": s.ANYTHING,
         "parameters": {"description": "A JSON schema, an object; read where calls are held to it."},
         "strict": {
             "description": "true: arguments satisfy the parameters, where calls are held to them; else reported."
         },
     }
 )
-_TOOL = tagged("function", {"function": _FUNCTION})
-TOOLS: Schema = array(_TOOL, most=MAX_TOOLS)
+_TOOL = s.tagged("function", {"function": _FUNCTION})
+TOOLS: Schema = s.array(_TOOL, most=MAX_TOOLS)
 _ALLOWED_TOOLS: Body = {
-    "mode": required(choice(ALLOWED_MODES)),
-    "tools": required(array(_TOOL, least=1, about="By their names; others are not shown to the model.")),
+    "mode": s.required(s.choice(ALLOWED_MODES)),
+    "tools": s.required(s.array(_TOOL, least=1, about="By their names; others are not shown to the model.")),
 }
-TOOL_CHOICE = any_of(
-    enum(None, "none", "auto", "required"),
-    tagged("function", {"function": described({"name": TEXT})}),
-    tagged("allowed_tools", {"allowed_tools": described(_ALLOWED_TOOLS)}),
+TOOL_CHOICE = s.any_of(
+    s.enum(None, "none", "auto", "required"),
+    s.tagged("function", {"function": s.described({"name": s.TEXT})}),
+    s.tagged("allowed_tools", {"allowed_tools": s.described(_ALLOWED_TOOLS)}),
 )
 # Cache markers of clients. No effect: common prompt prefixes are cached automatically.
 CACHE_HINTS: Body = {"cache_control": NO_EFFECT, "prompt_cache_breakpoint": NO_EFFECT}
 # Parts of the content of a message.
 CONTENT_PARTS: tuple[Schema, ...] = (
-    tagged("text", {"text": TEXT, **CACHE_HINTS}),
-    tagged("refusal", {"refusal": TEXT, **CACHE_HINTS}),
+    s.tagged("text", {"text": s.TEXT, **CACHE_HINTS}),
+    s.tagged("refusal", {"refusal": s.TEXT, **CACHE_HINTS}),
 )
 DETAILS = ("auto", "low", "high", "original")
 VISION_ONLY = "For models whose input_modalities contain image."
 DATA_URL: Schema = {
-    **TEXT,
+    **s.TEXT,
     "pattern": "^data:image/",
     "description": "A data URL in base64, of a PNG, JPEG, WebP or GIF; nothing is fetched.",
 }
-BASE64: Schema = {**TEXT, "contentEncoding": "base64"}
-_IMAGE = described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")})
-_IMAGE_PART = tagged("image_url", {"image_url": _IMAGE, **CACHE_HINTS}, about=f"{VISION_ONLY} In messages of the user.")
-IMAGES = array(BASE64, about=f"{VISION_ONLY} They stand before the text.")
-CONTENT = any_of(TEXT, several(any_of(*CONTENT_PARTS, _IMAGE_PART)))
-_ARGUMENTS = any_of({"type": ["string", "null", "object"]}, enum(0, False, []))
-TOOL_CALL: Schema = described(
+BASE64: Schema = {**s.TEXT, "contentEncoding": "base64"}
+_IMAGE = s.described({"url": DATA_URL, "detail": s.choice(DETAILS, "Reported as ignored.")})
+_IMAGE_PART = s.tagged(
+    "image_url", {"image_url": _IMAGE, **CACHE_HINTS}, about=f"{VISION_ONLY} In messages of the user."
+)
+IMAGES = s.array(BASE64, about=f"{VISION_ONLY} They stand before the text.")
+CONTENT = s.any_of(s.TEXT, s.several(s.any_of(*CONTENT_PARTS, _IMAGE_PART)))
+_ARGUMENTS = s.any_of({"type": ["string", "null", "object"]}, s.enum(0, False, []))
+TOOL_CALL: Schema = s.described(
     {
-        "id": ANYTHING,
-        "type": ANYTHING,
+        "id": s.ANYTHING,
+        "type": s.ANYTHING,
         "index": NO_EFFECT,
-        "function": described({"name": TEXT, "arguments": _ARGUMENTS}),
+        "function": s.described({"name": s.TEXT, "arguments": _ARGUMENTS}),
     }
 )
 _MESSAGE: Body = {
-    "role": required(choice(ROLES)),
-    "content": or_null(CONTENT),
-    "name": text(),
-    "tool_call_id": text(),
-    "reasoning_content": text(),
-    "audio": one_of([]),
-    "function_call": one_of([]),
+    "role": s.required(s.choice(ROLES)),
+    "content": s.or_null(CONTENT),
+    "name": s.text(),
+    "tool_call_id": s.text(),
+    "reasoning_content": s.text(),
+    "audio": s.one_of([]),
+    "function_call": s.one_of([]),
 }
 _OF_ASSISTANT: Body = {
     **_MESSAGE,
-    "role": const("assistant"),
-    "refusal": text("Used as content if there is no other."),
-    "reasoning": text("The same as reasoning_content."),
+    "role": s.const("assistant"),
+    "refusal": s.text("Used as content if there is no other."),
+    "reasoning": s.text("The same as reasoning_content."),
     "annotations": NO_EFFECT,
-    "tool_calls": array(TOOL_CALL),
+    "tool_calls": s.array(TOOL_CALL),
 }
-MESSAGE = any_of(
-    described({**_MESSAGE, "content": CONTENT}),
-    described({**_MESSAGE, "reasoning_content": TEXT}),
-    described({**_OF_ASSISTANT, "tool_calls": required(array(TOOL_CALL, least=1))}, "role"),
-    described({**_OF_ASSISTANT, "refusal": TEXT}, "role"),
-    described({**_OF_ASSISTANT, "reasoning": TEXT}, "role"),
+MESSAGE = s.any_of(
+    s.described({**_MESSAGE, "content": CONTENT}),
+    s.described({**_MESSAGE, "reasoning_content": s.TEXT}),
+    s.described({**_OF_ASSISTANT, "tool_calls": s.required(s.array(TOOL_CALL, least=1))}, "role"),
+    s.described({**_OF_ASSISTANT, "refusal": s.TEXT}, "role"),
+    s.described({**_OF_ASSISTANT, "reasoning": s.TEXT}, "role"),
 )
-MESSAGES: Schema = required(array(MESSAGE, least=1))
+MESSAGES: Schema = s.required(s.array(MESSAGE, least=1))
 # Fields that determine the prompt of a chat.
 CONVERSATION: Body = {
     "messages": MESSAGES,
     "tools": TOOLS,
-    "documents": array(ANY_OBJECT, about="For chat templates that use documents."),
-    "chat_template_kwargs": or_null({**ANY_OBJECT, "description": "Variables of the chat template."}),
-    "reasoning_effort": choice(EFFORTS, "none: reasoning is off, if the chat template has a switch."),
-    "verbosity": choice(VERBOSITIES),
-    "add_generation_prompt": flag(),
-    "continue_final_message": flag(),
+    "documents": s.array(s.ANY_OBJECT, about="For chat templates that use documents."),
+    "chat_template_kwargs": s.or_null({**s.ANY_OBJECT, "description": "Variables of the chat template."}),
+    "reasoning_effort": s.choice(EFFORTS, "none: reasoning is off, if the chat template has a switch."),
+    "verbosity": s.choice(VERBOSITIES),
+    "add_generation_prompt": s.flag(),
+    "continue_final_message": s.flag(),
 }
-TOOL_USE: Body = {"tool_choice": TOOL_CHOICE, "parallel_tool_calls": flag()}
+TOOL_USE: Body = {"tool_choice": TOOL_CHOICE, "parallel_tool_calls": s.flag()}
 CHAT: Body = {
     **COMMON,
     **CONVERSATION,
     **TOOL_USE,
-    "logprobs": flag(),
-    "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
-    "reasoning_format": choice(("none", "auto", "deepseek")),
-    "include_reasoning": flag("false: the reasoning is omitted."),
-    **members(
-        integer(-1, MAX_INT32, "Tokens after which reasoning is ended; 0: no reasoning, -1: no limit."),
+    "logprobs": s.flag(),
+    "top_logprobs": s.integer(0, None, "At most the model's max-logprobs."),
+    "reasoning_format": s.choice(("none", "auto", "deepseek")),
+    "include_reasoning": s.flag("false: the reasoning is omitted."),
+    **s.members(
+        s.integer(-1, MAX_INT32, "Tokens after which reasoning is ended; 0: no reasoning, -1: no limit."),
         *REASONING_BUDGETS,
     ),
-    "store": flag("No effect: nothing is stored."),
-    "add_special_tokens": one_of([False], "Not supported: the chat template adds them."),
+    "store": s.flag("No effect: nothing is stored."),
+    "add_special_tokens": s.one_of([False], "Not supported: the chat template adds them."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
@@ -227,7 +201,7 @@ CHAT: Body = {
 def skip_all_but(body: Body, *read: Body) -> Body:
     """Return `body` for a route that reads only the fields in `read`; all others accept any value."""
     names = {name for fields in read for name in fields}
-    return {name: schema if name in names else ANYTHING for name, schema in body.items()}
+    return {name: schema if name in names else s.ANYTHING for name, schema in body.items()}
 
 
 CHAT_TOKENS = skip_all_but(CHAT, CONVERSATION, TOOL_USE)
@@ -235,146 +209,152 @@ CHAT_TOKENS = skip_all_but(CHAT, CONVERSATION, TOOL_USE)
 TEXT_COMPLETION: Body = {
     **COMMON,
     "prompt": TEXTS,
-    "logprobs": integer(0, None, "At most the model's max-logprobs."),
-    **members(MAX_TOKENS_OR_ZERO, "max_tokens", "max_completion_tokens", "n_predict"),
-    **members(ADAPTERS, "adapters", "lora"),
+    "logprobs": s.integer(0, None, "At most the model's max-logprobs."),
+    **s.members(MAX_TOKENS_OR_ZERO, "max_tokens", "max_completion_tokens", "n_predict"),
+    **s.members(ADAPTERS, "adapters", "lora"),
 }
 COMPLETIONS: Body = {
     **TEXT_COMPLETION,
-    "add_special_tokens": flag("Add the tokenizer's special tokens to the prompt; true unless stated."),
-    "suffix": text("What follows the gap, for models that can fill one in."),
-    "echo": flag(),
-    "best_of": integer(1, MAX_CHOICES),
+    "add_special_tokens": s.flag("Add the tokenizer's special tokens to the prompt; true unless stated."),
+    "suffix": s.text("What follows the gap, for models that can fill one in."),
+    "echo": s.flag(),
+    "best_of": s.integer(1, MAX_CHOICES),
 }
-_TRUNCATE = any_of(
+_TRUNCATE = s.any_of(
     {"type": ["boolean", "null"]},
-    {**TEXT, "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"},
+    {**s.TEXT, "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"},
     about="Truncate texts that are too long instead of rejecting them.",
 )
-_CUT = any_of(
-    or_null(_FROM_ONE), const(-1), about="Truncate longer texts to this many tokens, or all that fit; -1 is `truncate`."
+_CUT = s.any_of(
+    s.or_null(_FROM_ONE),
+    s.const(-1),
+    about="Truncate longer texts to this many tokens, or all that fit; -1 is `truncate`.",
 )
-_CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: only the end is supported.")
+_CUT_SIDE: Schema = s.one_of(["right"], "Where `truncate_prompt_tokens` cuts: only the end is supported.")
 # Truncation of texts that are too long.
 TRUNCATION: Body = {"truncate": _TRUNCATE, "truncate_prompt_tokens": _CUT, "truncation_side": _CUT_SIDE}
-PROMPT_NAME: Schema = text("Name of one of the model's instructions, which is put before each text.")
+PROMPT_NAME: Schema = s.text("Name of one of the model's instructions, which is put before each text.")
 EMBEDDINGS: Body = {
     "model": MODEL,
     "input": TEXTS,
-    "encoding_format": choice(("float", "base64")),
-    "dimensions": integer(1),
+    "encoding_format": s.choice(("float", "base64")),
+    "dimensions": s.integer(1),
     "prompt_name": PROMPT_NAME,
     **TRUNCATION,
 }
 
-_TOP: dict[str, Schema] = {"token": TEXT, "logprob": or_null(NUMBER), "bytes": several(COUNT)}
-TOKEN_LOGPROBS = several(shape({**_TOP, "top_logprobs": several(shape(_TOP))}))
-_LOGPROBS = or_null(shape({"content": TOKEN_LOGPROBS, "refusal": NULL}))
-_LEGACY_LOGPROBS = shape(
+_TOP: dict[str, Schema] = {"token": s.TEXT, "logprob": s.or_null(s.NUMBER), "bytes": s.several(s.COUNT)}
+TOKEN_LOGPROBS = s.several(s.shape({**_TOP, "top_logprobs": s.several(s.shape(_TOP))}))
+_LOGPROBS = s.or_null(s.shape({"content": TOKEN_LOGPROBS, "refusal": s.NULL}))
+_LEGACY_LOGPROBS = s.shape(
     {
-        "tokens": several(TEXT),
-        "token_logprobs": several(or_null(NUMBER)),
-        "top_logprobs": several(or_null(by_name(or_null(NUMBER)))),
-        "text_offset": several(COUNT),
+        "tokens": s.several(s.TEXT),
+        "token_logprobs": s.several(s.or_null(s.NUMBER)),
+        "top_logprobs": s.several(s.or_null(s.by_name(s.or_null(s.NUMBER)))),
+        "text_offset": s.several(s.COUNT),
     }
 )
-_PROMPT_LOGPROB = shape({"logprob": or_null(NUMBER), "rank": or_null(COUNT), "decoded_token": TEXT})
-_PROMPT_LOGPROBS = several(or_null(by_name(_PROMPT_LOGPROB)))
-PROMPT_PROGRESS = shape({**members(COUNT, "total", "cache", "processed"), "time_ms": NUMBER})
+_PROMPT_LOGPROB = s.shape({"logprob": s.or_null(s.NUMBER), "rank": s.or_null(s.COUNT), "decoded_token": s.TEXT})
+_PROMPT_LOGPROBS = s.several(s.or_null(s.by_name(_PROMPT_LOGPROB)))
+PROMPT_PROGRESS = s.shape({**s.members(s.COUNT, "total", "cache", "processed"), "time_ms": s.NUMBER})
 _CALL: dict[str, Schema] = {
-    "id": TEXT,
-    "type": const("function"),
-    "function": shape({"name": TEXT, "arguments": TEXT}),
+    "id": s.TEXT,
+    "type": s.const("function"),
+    "function": s.shape({"name": s.TEXT, "arguments": s.TEXT}),
 }
-_REPLY = shape(
-    {"role": const("assistant"), "content": or_null(TEXT), "refusal": NULL},
-    {**members(TEXT, "reasoning_content", "reasoning"), "tool_calls": several(shape(_CALL))},
+_REPLY = s.shape(
+    {"role": s.const("assistant"), "content": s.or_null(s.TEXT), "refusal": s.NULL},
+    {**s.members(s.TEXT, "reasoning_content", "reasoning"), "tool_calls": s.several(s.shape(_CALL))},
 )
 _DELTA: dict[str, Schema] = {
-    "role": const("assistant"),
-    "content": or_null(TEXT),
-    **members(TEXT, "reasoning_content", "reasoning"),
-    "tool_calls": several(shape({"index": COUNT, **_CALL})),
+    "role": s.const("assistant"),
+    "content": s.or_null(s.TEXT),
+    **s.members(s.TEXT, "reasoning_content", "reasoning"),
+    "tool_calls": s.several(s.shape({"index": s.COUNT, **_CALL})),
 }
-_FINISH = enum("stop", "length", "tool_calls")
-_CHOICE: dict[str, Schema] = {"index": COUNT, "logprobs": _LOGPROBS}
+_FINISH = s.enum("stop", "length", "tool_calls")
+_CHOICE: dict[str, Schema] = {"index": s.COUNT, "logprobs": _LOGPROBS}
 _TEXT_CHOICE: dict[str, Schema] = {
-    "index": COUNT,
-    "text": TEXT,
-    "logprobs": or_null(_LEGACY_LOGPROBS),
-    "finish_reason": or_null(enum("stop", "length")),
+    "index": s.COUNT,
+    "text": s.TEXT,
+    "logprobs": s.or_null(_LEGACY_LOGPROBS),
+    "finish_reason": s.or_null(s.enum("stop", "length")),
 }
-_HEAD: dict[str, Schema] = {"created": COUNT, **members(TEXT, "id", "model", "system_fingerprint")}
+_HEAD: dict[str, Schema] = {"created": s.COUNT, **s.members(s.TEXT, "id", "model", "system_fingerprint")}
 # Members that some requests ask for, or that only the last chunk has.
-_STOP_REASON: dict[str, Schema] = {"stop_reason": any_of(TEXT, COUNT, NULL)}
-_IDS = several(COUNT)
+_STOP_REASON: dict[str, Schema] = {"stop_reason": s.any_of(s.TEXT, s.COUNT, s.NULL)}
+_IDS = s.several(s.COUNT)
 _OF_PROMPT: dict[str, Schema] = {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS}
 _OF_CHUNK: dict[str, Schema] = {
-    "usage": or_null(ref("Usage")),
-    "timings": ref("Timings"),
+    "usage": s.or_null(s.ref("Usage")),
+    "timings": s.ref("Timings"),
     "prompt_progress": PROMPT_PROGRESS,
 }
-_EMBEDDING = shape({"object": const("embedding"), "index": COUNT, "embedding": any_of(several(NUMBER), BASE64)})
+_EMBEDDING = s.shape(
+    {"object": s.const("embedding"), "index": s.COUNT, "embedding": s.any_of(s.several(s.NUMBER), BASE64)}
+)
 
 COMPONENTS: Mapping[str, Schema] = {
-    "Usage": shape(
+    "Usage": s.shape(
         {
-            **members(COUNT, "prompt_tokens", "completion_tokens", "total_tokens"),
-            "prompt_tokens_details": shape({"cached_tokens": COUNT}),
-            "completion_tokens_details": shape(
-                {"reasoning_tokens": COUNT},
-                members(COUNT, "accepted_prediction_tokens", "rejected_prediction_tokens"),  # with speculative decoding
+            **s.members(s.COUNT, "prompt_tokens", "completion_tokens", "total_tokens"),
+            "prompt_tokens_details": s.shape({"cached_tokens": s.COUNT}),
+            "completion_tokens_details": s.shape(
+                {"reasoning_tokens": s.COUNT},
+                s.members(
+                    s.COUNT, "accepted_prediction_tokens", "rejected_prediction_tokens"
+                ),  # with speculative decoding
             ),
         }
     ),
-    "PromptUsage": shape(members(COUNT, "prompt_tokens", "total_tokens")),
-    "Timings": shape(
+    "PromptUsage": s.shape(s.members(s.COUNT, "prompt_tokens", "total_tokens")),
+    "Timings": s.shape(
         {
-            **members(COUNT, "cache_n", "prompt_n", "predicted_n"),
-            **members(NUMBER, "prompt_ms", "prompt_per_token_ms", "prompt_per_second"),
-            **members(NUMBER, "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
+            **s.members(s.COUNT, "cache_n", "prompt_n", "predicted_n"),
+            **s.members(s.NUMBER, "prompt_ms", "prompt_per_token_ms", "prompt_per_second"),
+            **s.members(s.NUMBER, "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
         },
-        members(COUNT, "draft_n", "draft_n_accepted"),  # with speculative decoding
+        s.members(s.COUNT, "draft_n", "draft_n_accepted"),  # with speculative decoding
     ),
-    "ChatCompletion": shape(
+    "ChatCompletion": s.shape(
         {
             **_HEAD,
-            "object": const("chat.completion"),
-            "choices": several(
-                shape({**_CHOICE, **_STOP_REASON, "message": _REPLY, "finish_reason": _FINISH}, {"token_ids": _IDS})
+            "object": s.const("chat.completion"),
+            "choices": s.several(
+                s.shape({**_CHOICE, **_STOP_REASON, "message": _REPLY, "finish_reason": _FINISH}, {"token_ids": _IDS})
             ),
-            "usage": ref("Usage"),
-            "timings": ref("Timings"),
+            "usage": s.ref("Usage"),
+            "timings": s.ref("Timings"),
         },
         _OF_PROMPT,
     ),
-    "ChatCompletionChunk": shape(
+    "ChatCompletionChunk": s.shape(
         {
             **_HEAD,
-            "object": const("chat.completion.chunk"),
-            "choices": several(
-                shape(
-                    {**_CHOICE, "delta": shape({}, _DELTA), "finish_reason": or_null(_FINISH)},
+            "object": s.const("chat.completion.chunk"),
+            "choices": s.several(
+                s.shape(
+                    {**_CHOICE, "delta": s.shape({}, _DELTA), "finish_reason": s.or_null(_FINISH)},
                     {"token_ids": _IDS, **_STOP_REASON},
                 )
             ),
         },
         {**_OF_CHUNK, "prompt_token_ids": _IDS},
     ),
-    "Completion": shape(
+    "Completion": s.shape(
         {
             **_HEAD,
-            "object": const("text_completion"),
-            "choices": several(shape(_TEXT_CHOICE, {"token_ids": _IDS, **_OF_PROMPT, **_STOP_REASON})),
+            "object": s.const("text_completion"),
+            "choices": s.several(s.shape(_TEXT_CHOICE, {"token_ids": _IDS, **_OF_PROMPT, **_STOP_REASON})),
         },
         _OF_CHUNK,
     ),
-    "Embeddings": shape(
-        {"object": const("list"), "model": TEXT, "data": several(_EMBEDDING), "usage": ref("PromptUsage")}
+    "Embeddings": s.shape(
+        {"object": s.const("list"), "model": s.TEXT, "data": s.several(_EMBEDDING), "usage": s.ref("PromptUsage")}
     ),
 }
 
-CHAT_RESPONSE = ResponseSchema(body=ref("ChatCompletion"), frame=ref("ChatCompletionChunk"))
-COMPLETIONS_RESPONSE = ResponseSchema(body=ref("Completion"), frame=ref("Completion"))
-EMBEDDINGS_RESPONSE = ResponseSchema(body=ref("Embeddings"))
-CHAT_INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))
+CHAT_RESPONSE = ResponseSchema(body=s.ref("ChatCompletion"), frame=s.ref("ChatCompletionChunk"))
+COMPLETIONS_RESPONSE = ResponseSchema(body=s.ref("Completion"), frame=s.ref("Completion"))
+EMBEDDINGS_RESPONSE = ResponseSchema(body=s.ref("Embeddings"))
+CHAT_INPUT_TOKENS_RESPONSE = ResponseSchema(body=s.ref("InputTokens"))
