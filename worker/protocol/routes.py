@@ -65,6 +65,15 @@ class Route:
     instead: str = ""  # the alternative for clients, if the route is known but not offered
 
 
+def _not_offered(
+    method: str, path: str, dialect: Dialect, instead: str, access: AccessLevel = AccessLevel.USER
+) -> Route:
+    """A route of another server that answers 501 and names the alternative `instead`."""
+    return Route(
+        method, path, dialect, "not_offered", "about.not_offered", access=access, errors=(501,), instead=instead
+    )
+
+
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
 _UNSTORED = "the whole conversation in `input` of POST /v1/responses: no response is stored"
 # fmt: off
@@ -134,12 +143,9 @@ _DECLARATIONS: tuple[Route, ...] = (
     Route("DELETE", "/lmi/models/{id}", Dialect.LMI, "lmi_unregister", "lmi.unregister",
           summary="Unregister a model.", access=AccessLevel.ADMIN,
           response=lmi.STATUS_RESPONSE, errors=(404,)),
-    Route("GET POST", "/server/metrics", Dialect.LMI, "not_offered", "about.not_offered",
-          errors=(501,), instead="GET /metrics"),
-    Route("POST", "/server/logging", Dialect.LMI, "not_offered", "about.not_offered",
-          errors=(501,), instead="--log-level"),
-    Route("GET POST", "/workflows", Dialect.LMI, "not_offered", "about.not_offered",
-          errors=(501,), instead="/lmi/models: each model is a workflow of its own"),
+    _not_offered("GET POST", "/server/metrics", Dialect.LMI, "GET /metrics"),
+    _not_offered("POST", "/server/logging", Dialect.LMI, "--log-level"),
+    _not_offered("GET POST", "/workflows", Dialect.LMI, "/lmi/models: each model is a workflow of its own"),
     Route("POST", "/invocations /predictions/{id} /models/{id}/invoke", Dialect.LMI, "invocations", "lmi.invocations",
           summary="Generated text; of other models, vectors or scores.", worker=True, streams=True,
           requests=(lmi.INVOCATIONS, openai.CHAT, openai.COMPLETIONS, openai.EMBEDDINGS,
@@ -182,9 +188,8 @@ _DECLARATIONS: tuple[Route, ...] = (
           summary="Nothing to do: the list of models is always current.", response=fastchat.NULL_RESPONSE),
     Route("GET", "/test_connection", Dialect.FASTCHAT, "fastchat_test", "fastchat.test_connection",
           summary="The word success.", response=fastchat.WORD_RESPONSE),
-    Route("POST", "/register_worker /receive_heart_beat", Dialect.FASTCHAT, "not_offered", "about.not_offered",
-          errors=(501,),
-          instead="a section of the file of --models-preset: this router starts its workers itself"),
+    _not_offered("POST", "/register_worker /receive_heart_beat", Dialect.FASTCHAT,
+                 "a section of the file of --models-preset: this router starts its workers itself"),
     Route("POST", "/api/v1/token_check", Dialect.FASTCHAT, "fastchat_check", "fastchat.token_check",
           summary="Check that each prompt and its completion fit into the context of their model.",
           requests=(fastchat.TOKEN_CHECK,), response=fastchat.TOKEN_CHECK_RESPONSE, errors=(404, 502, 503, 504)),
@@ -358,42 +363,32 @@ _DECLARATIONS: tuple[Route, ...] = (
           response=llama_server.STREAMS_LOOKUP_RESPONSE),
     Route("GET POST", "/tools /cors-proxy", Dialect.LLAMA_SERVER, "disabled", "about.disabled",
           summary="Disabled: this server neither fetches URLs nor runs tools."),
-    Route("POST", "/api/push /api/create /api/copy", Dialect.OLLAMA, "not_offered", "about.not_offered",
-          access=AccessLevel.ADMIN, errors=(501,), instead=_PRESETS),
-    Route("GET POST", "/api/blobs/{digest}", Dialect.OLLAMA, "not_offered", "about.not_offered",
-          access=AccessLevel.ADMIN, errors=(501,), instead=_PRESETS),
-    Route("POST", "/props", Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead=_PRESETS),
-    Route("POST", "/v1/chat/completions/control", Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead="reasoning_effort in the chat, or a closed connection: an answer ends with it"),
-    Route("POST", "/v1/systemone", Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead="POST /v1/chat/completions with json_schema, or POST /v1/score"),
-    Route("POST", "/slots/{slot}", Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead="prefix-caching: common beginnings of prompts are cached automatically"),
+    _not_offered("POST", "/api/push /api/create /api/copy", Dialect.OLLAMA, _PRESETS, access=AccessLevel.ADMIN),
+    _not_offered("GET POST", "/api/blobs/{digest}", Dialect.OLLAMA, _PRESETS, access=AccessLevel.ADMIN),
+    _not_offered("POST", "/props", Dialect.LLAMA_SERVER, _PRESETS),
+    _not_offered("POST", "/v1/chat/completions/control", Dialect.LLAMA_SERVER,
+                 "reasoning_effort in the chat, or a closed connection: an answer ends with it"),
+    _not_offered("POST", "/v1/systemone", Dialect.LLAMA_SERVER,
+                 "POST /v1/chat/completions with json_schema, or POST /v1/score"),
+    _not_offered("POST", "/slots/{slot}", Dialect.LLAMA_SERVER,
+                 "prefix-caching: common beginnings of prompts are cached automatically"),
     Route("GET", "/lora-adapters", Dialect.LLAMA_SERVER, "lora_adapters", "llama_server.lora_adapters",
           summary="The LoRA adapters of the model with their numbers.",
           response=llama_server.LORA_ADAPTERS_RESPONSE, query=("model",), errors=(404,)),
-    Route("POST", "/lora-adapters", Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead="`lora` in a request: a global scale would change the responses to other clients"),
-    Route("POST", "/pooling /classify", Dialect.OPENAI, "not_offered", "about.not_offered",
-          errors=(501,), instead="POST /v1/embeddings, or POST /v1/rerank"),
-    Route("POST", "/v1/load_lora_adapter /v1/unload_lora_adapter", Dialect.OPENAI, "not_offered", "about.not_offered",
-          errors=(501,), instead="/models/{id}/adapters"),
-    Route("GET DELETE", "/v1/responses/{id}", Dialect.RESPONSES, "not_offered", "about.not_offered",
-          errors=(501,), instead=_UNSTORED),
-    Route("GET", "/v1/responses/{id}/input_items", Dialect.RESPONSES, "not_offered", "about.not_offered",
-          errors=(501,), instead=_UNSTORED),
-    Route("POST", "/v1/responses/compact", Dialect.RESPONSES, "not_offered", "about.not_offered",
-          errors=(501,), instead="POST /v1/responses with a shorter `input`: this server compacts no conversation"),
-    Route("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES, "not_offered", "about.not_offered",
-          errors=(501,), instead="a closed connection: a response ends with it"),
-    Route("POST", "/v1/conversations", Dialect.RESPONSES, "not_offered", "about.not_offered",
-          errors=(501,), instead=_UNSTORED),
-    Route("GET", "/tokenizer_info", Dialect.OPENAI, "not_offered", "about.not_offered",
-          errors=(501,), instead="GET /props?model=, or POST /tokenize"),
-    Route("POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations",
-          Dialect.LLAMA_SERVER, "not_offered", "about.not_offered",
-          errors=(501,), instead="another server"),
+    _not_offered("POST", "/lora-adapters", Dialect.LLAMA_SERVER,
+                 "`lora` in a request: a global scale would change the responses to other clients"),
+    _not_offered("POST", "/pooling /classify", Dialect.OPENAI, "POST /v1/embeddings, or POST /v1/rerank"),
+    _not_offered("POST", "/v1/load_lora_adapter /v1/unload_lora_adapter", Dialect.OPENAI, "/models/{id}/adapters"),
+    _not_offered("GET DELETE", "/v1/responses/{id}", Dialect.RESPONSES, _UNSTORED),
+    _not_offered("GET", "/v1/responses/{id}/input_items", Dialect.RESPONSES, _UNSTORED),
+    _not_offered("POST", "/v1/responses/compact", Dialect.RESPONSES,
+                 "POST /v1/responses with a shorter `input`: this server compacts no conversation"),
+    _not_offered("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES,
+                 "a closed connection: a response ends with it"),
+    _not_offered("POST", "/v1/conversations", Dialect.RESPONSES, _UNSTORED),
+    _not_offered("GET", "/tokenizer_info", Dialect.OPENAI, "GET /props?model=, or POST /tokenize"),
+    _not_offered("POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations",
+                 Dialect.LLAMA_SERVER, "another server"),
 )
 # fmt: on
 
