@@ -9,7 +9,7 @@ from router.config.settings import Settings
 from router.errors import LoadFailed
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Exit
 
 
@@ -23,7 +23,6 @@ def schedule_of(*, missing: bool = True, model: FakeModel | None = None, **field
     return schedule
 
 
-@virtual
 async def test_a_snapshot_is_converted_after_its_download_and_before_its_load() -> None:
     schedule = schedule_of()
     await schedule.ask("a")
@@ -34,7 +33,6 @@ async def test_a_snapshot_is_converted_after_its_download_and_before_its_load() 
     assert states[:2] == ["downloading", "queued"]
 
 
-@virtual
 async def test_a_model_that_is_only_fetched_is_converted() -> None:
     schedule = schedule_of()
     schedule.fleet.fetch("a")
@@ -42,14 +40,12 @@ async def test_a_model_that_is_only_fetched_is_converted() -> None:
     assert schedule.journal == ["download a", "convert a"]
 
 
-@virtual
 async def test_a_snapshot_that_is_here_is_not_converted_by_a_load() -> None:
     schedule = schedule_of(missing=False)
     await schedule.ask("a")
     assert schedule.journal == ["start a"]
 
 
-@virtual
 async def test_a_failed_conversion_is_an_event_and_the_snapshot_is_loaded_as_it_is() -> None:
     full = WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL)
     schedule = schedule_of(model=FakeModel(shards=(GIB,), convert_fails=[full]))
@@ -60,7 +56,6 @@ async def test_a_failed_conversion_is_an_event_and_the_snapshot_is_loaded_as_it_
     assert schedule.fleet.models["a"].failure is None
 
 
-@virtual
 async def test_a_conversion_ends_when_its_client_disconnects() -> None:
     schedule = schedule_of(model=FakeModel(shards=(GIB,), convert_seconds=1000.0))
     request = asyncio.ensure_future(schedule.ask("a"))
@@ -71,7 +66,6 @@ async def test_a_conversion_ends_when_its_client_disconnects() -> None:
     assert schedule.fleet.workers() == []
 
 
-@virtual
 @pytest.mark.parametrize("readable", [True, False])
 async def test_a_converted_snapshot_that_cannot_be_read_or_loaded_is_not_used_again(readable: bool) -> None:
     """The request does not fail."""
@@ -87,7 +81,6 @@ async def test_a_converted_snapshot_that_cannot_be_read_or_loaded_is_not_used_ag
     assert schedule.fleet.models["a"].failure is None
 
 
-@virtual
 async def test_pickled_weights_that_are_here_are_converted_before_their_first_load() -> None:
     schedule = schedule_of(missing=False)
     schedule.files.pickled.add("/snapshots/a")
@@ -97,7 +90,6 @@ async def test_pickled_weights_that_are_here_are_converted_before_their_first_lo
     assert states[:2] == ["downloading", "queued"]
 
 
-@virtual
 async def test_a_failed_conversion_of_pickled_weights_fails_the_load_with_its_reason() -> None:
     unsafe = WorkerLost("a: needs os.system, which could run code", cause="load_failed", exit=Exit.UNUSABLE)
     schedule = schedule_of(missing=False, model=FakeModel(shards=(GIB,), convert_fails=[unsafe]))

@@ -9,7 +9,7 @@ from router.errors import LoadFailed
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 
 HELD = 64 * MIB
 
@@ -28,7 +28,6 @@ def at(world: Schedule, entry: str) -> float:
     return max(seconds for seconds, noted in world.launcher.timeline if noted == entry)
 
 
-@virtual
 async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     world = two(prepare_seconds=2.0)
     await world.ask("a")
@@ -39,7 +38,6 @@ async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     assert "dismissed b" not in world.entries("")
 
 
-@virtual
 async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     world = two(prepare_seconds=1.0)
     await world.ask("a")
@@ -56,7 +54,6 @@ async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     assert worker.reserved[CPU] == 4 * GIB
 
 
-@virtual
 async def test_no_weights_are_loaded_before_the_memory_is_back() -> None:
     world = two()
     world.launcher.reading_lag = 2.0
@@ -65,7 +62,6 @@ async def test_no_weights_are_loaded_before_the_memory_is_back() -> None:
     assert at(world, "start b") >= at(world, "stopped a") + 2.0
 
 
-@virtual
 async def test_a_process_without_memory_of_its_own_is_not_started_early() -> None:
     world = two()
     world.launcher.set_foreign(CPU, 2 * GIB - 100 * MIB)
@@ -74,7 +70,6 @@ async def test_a_process_without_memory_of_its_own_is_not_started_early() -> Non
     assert world.entries("prepare") == []
 
 
-@virtual
 async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     world = two(prepare_fails=[WorkerLost("b: ended by signal 9", cause="crashed", exit=-9)])
     await world.ask("a")
@@ -83,7 +78,6 @@ async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     assert world.fleet.models["b"].failure is None
 
 
-@virtual
 async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     world = two(prepare_fails=[WorkerLost("b: config.json names no architecture", cause="load_failed", exit=3)])
     await world.ask("a")
@@ -92,7 +86,6 @@ async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     assert at(world, "dismissed b") < at(world, "stop a") + 1.0
 
 
-@virtual
 async def test_an_early_start_that_exceeds_its_reservation_ends() -> None:
     world = two(prepared=GIB)
     await world.ask("a")
@@ -100,7 +93,6 @@ async def test_an_early_start_that_exceeds_its_reservation_ends() -> None:
     assert at(world, "dismissed b") < at(world, "start b")
 
 
-@virtual
 async def test_an_early_start_ends_for_a_demand_ahead_and_other_victims_do_not_wait_for_its_end() -> None:
     """`first` has priority. It needs the memory of `idle` and that of b's early start. Both stop at the same time."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
@@ -121,7 +113,6 @@ async def test_an_early_start_ends_for_a_demand_ahead_and_other_victims_do_not_w
     await behind
 
 
-@virtual
 async def test_an_early_start_for_an_accelerator_uses_main_memory_only() -> None:
     models = {name: FakeModel(shards=(6 * GIB,), host=GIB, stop_seconds=3.0, prepared=HELD) for name in "ab"}
     keys = {name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": GIB}} for name in "ab"}

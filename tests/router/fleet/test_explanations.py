@@ -16,7 +16,7 @@ from router.http.proxy import status_comment
 from router.launch.interface import WorkerLost
 from router.registry.auth import Access
 from tests.fakes import GIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Progress
 
 BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
@@ -27,7 +27,6 @@ def plans(world: Schedule) -> list[tuple[str, str]]:
     return [(event.model, event.data["decision"]) for event in events if event.kind == "plan"]
 
 
-@virtual
 async def test_a_waiting_request_gets_its_position_cause_and_time() -> None:
     models = {name: FakeModel(shards=(size,), load_seconds=6.0) for name, size in BUSY.items()}
     world = Schedule(BUSY, models=models)
@@ -41,7 +40,6 @@ async def test_a_waiting_request_gets_its_position_cause_and_time() -> None:
     await asyncio.gather(*asking)
 
 
-@virtual
 async def test_a_request_that_waits_for_a_load_gets_its_progress() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), load_seconds=6.0)})
     with world.fleet.lease("a") as lease:
@@ -53,7 +51,6 @@ async def test_a_request_that_waits_for_a_load_gets_its_progress() -> None:
         assert status_comment(world.fleet, lease) == "ping"
 
 
-@virtual
 async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
     world = Schedule({"a": 4 * GIB, "b": 3 * GIB, "c": 5 * GIB})
     await world.ask("a")
@@ -67,7 +64,6 @@ async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
     assert ("c", "evict") not in plans(world)
 
 
-@virtual
 async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     """There is room for `c`, and `b` is going to take it."""
     world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
@@ -89,7 +85,6 @@ async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     await asyncio.gather(using, first, second)
 
 
-@virtual
 async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     crash, unusable = WorkerLost("died", cause="crashed", exit=1), WorkerLost("odd", cause="load_failed", exit=3)
@@ -112,7 +107,6 @@ async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None
     await world.ask("b")
 
 
-@virtual
 async def test_the_eta_of_a_download_includes_the_load() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
     world = Schedule({"a": GIB}, models=models, missing=("a",), settings=Settings(queue_size=2))
@@ -132,7 +126,6 @@ async def test_the_eta_of_a_download_includes_the_load() -> None:
     await asyncio.gather(first, second)
 
 
-@virtual
 async def test_every_decision_is_an_event_with_its_numbers() -> None:
     """Started, waits, evicted, refused, dropped; and each is a line of the log."""
     world = Schedule(
@@ -153,7 +146,6 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
             assert log.plan_line(event) if event.data["decision"] != "start" else True
 
 
-@virtual
 async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a", 6.0)
@@ -168,7 +160,6 @@ async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
     await running
 
 
-@virtual
 async def test_replicas_and_reloads_are_counted() -> None:
     world: Any = Schedule({"a": GIB}, keys={"a": {"replicas": (2, 2)}})
     metrics = Metrics(world.fleet, world.events)

@@ -25,7 +25,7 @@ from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Progress, RequestEnded
 
 
@@ -62,7 +62,6 @@ def states_by_worker(world: Schedule) -> dict[int, list[str]]:
 # Back-off
 
 
-@virtual
 async def test_a_crash_loop_is_detected_with_slow_loads() -> None:
     """The crash count is reset by time in service and a complete answer, not by time spent loading."""
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}},
@@ -74,7 +73,6 @@ async def test_a_crash_loop_is_detected_with_slow_loads() -> None:
         await world.ask("a")
 
 
-@virtual
 async def test_service_and_a_complete_answer_reset_the_crash_count() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 1}}, models={"a": FakeModel(dies_after=70.0)})
     for _ in range(5):
@@ -84,7 +82,6 @@ async def test_service_and_a_complete_answer_reset_the_crash_count() -> None:
     assert world.journal == ["start a"] * 5
 
 
-@virtual
 async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [crash("no such kernel"), unusable()]
@@ -104,7 +101,6 @@ async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
         await asyncio.sleep(3)
 
 
-@virtual
 async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_failed() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 20.0))
@@ -119,7 +115,6 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
     await long
 
 
-@virtual
 async def test_an_older_worker_that_stops_does_not_clear_a_newer_failure() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
@@ -135,7 +130,6 @@ async def test_an_older_worker_that_stops_does_not_clear_a_newer_failure() -> No
     assert world.journal.count("start a") == 2
 
 
-@virtual
 async def test_a_load_that_cannot_begin_shows_the_cause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
     for _ in range(2):
@@ -146,7 +140,6 @@ async def test_a_load_that_cannot_begin_shows_the_cause() -> None:
     assert "cuda:7" in shown["error"]
 
 
-@virtual
 async def test_a_status_shows_the_end_of_a_worker_and_its_time() -> None:
     world = Schedule({"a": GIB})
     world.launcher.reading_lag = 2.0
@@ -177,7 +170,6 @@ async def test_a_status_shows_the_end_of_a_worker_and_its_time() -> None:
 # Memory that runs out
 
 
-@virtual
 async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_memory() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"required_memory": {}}})
     world.launcher.models["a"].start_fails = [out_of_memory() for _ in range(6)]
@@ -196,7 +188,6 @@ async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_mem
         assert isinstance(await outcome(request), ApiError)
 
 
-@virtual
 async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [out_of_memory()]
@@ -217,7 +208,6 @@ async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> Non
 
 
 @pytest.mark.parametrize("exit", [-9, -15, 0])
-@virtual
 async def test_a_load_killed_from_outside_is_retried_once_for_all_waiting_requests(exit: int) -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed(exit)]
@@ -226,7 +216,6 @@ async def test_a_load_killed_from_outside_is_retried_once_for_all_waiting_reques
     assert world.fleet.models["a"].failure is None
 
 
-@virtual
 async def test_a_load_killed_twice_fails_and_the_next_one_is_retried_again() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed() for _ in range(3)]
@@ -238,7 +227,6 @@ async def test_a_load_killed_twice_fails_and_the_next_one_is_retried_again() -> 
     assert world.journal == ["start a"] * 4
 
 
-@virtual
 async def test_a_load_that_exits_by_itself_is_not_retried_at_once() -> None:
     for exit in (1, 5, -11, None):
         world = Schedule({"a": GIB})
@@ -252,7 +240,6 @@ async def test_a_load_that_exits_by_itself_is_not_retried_at_once() -> None:
 # Reloads
 
 
-@virtual
 async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None:
     world = Schedule({"a": GIB})
     asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
@@ -264,7 +251,6 @@ async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None
     assert worker.preset.ctx_size == 128
 
 
-@virtual
 async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     sizes = {"a": GIB, "b": GIB, "c": GIB}
     world = Schedule(sizes, keys={"a": {"pin": True}}, settings=Settings(queue_size=1))
@@ -279,7 +265,6 @@ async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     await waiting
 
 
-@virtual
 async def test_a_removed_model_has_one_event_after_its_last_worker() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
@@ -298,7 +283,6 @@ async def test_a_removed_model_has_one_event_after_its_last_worker() -> None:
 # Explicit control
 
 
-@virtual
 async def test_a_worker_that_ends_before_its_first_step_has_an_event() -> None:
     world = Schedule({"a": GIB})
     loading = world.fleet.load("a")
@@ -309,7 +293,6 @@ async def test_a_worker_that_ends_before_its_first_step_has_an_event() -> None:
     assert world.fleet.models["a"].reason == "requested"
 
 
-@virtual
 async def test_a_load_command_during_a_change_begins_one_worker() -> None:
     """A plan in the same pass must not retire the load as one without requests."""
     world = Schedule({"a": GIB})
@@ -318,7 +301,6 @@ async def test_a_load_command_during_a_change_begins_one_worker() -> None:
     assert list(states_by_worker(world).values()) == [["queued", "starting", "ready"]]
 
 
-@virtual
 async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, settings=Settings(drain_timeout=30.0))
     long = asyncio.create_task(world.ask("a", 1000.0))
@@ -340,7 +322,6 @@ async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
 # The queue
 
 
-@virtual
 async def test_a_queue_timeout_names_foreign_memory() -> None:
     world = Schedule({"a": 3 * GIB}, settings=Settings(queue_timeout=20.0))
     world.launcher.set_foreign(CPU, 6 * GIB)
@@ -349,7 +330,6 @@ async def test_a_queue_timeout_names_foreign_memory() -> None:
         await world.ask("a")
 
 
-@virtual
 async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("b",))
     busy = asyncio.create_task(world.ask("a", 60.0))
@@ -363,7 +343,6 @@ async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
     await waiting
 
 
-@virtual
 async def test_many_progress_reports_do_not_crowd_out_other_events() -> None:
     world = Schedule({"a": GIB})
     world.launcher.hold("start a")
@@ -397,7 +376,6 @@ class Flickering(FakeLauncher):
         return super().readings()
 
 
-@virtual
 async def test_a_plan_that_fails_is_made_again() -> None:
     launcher = Flickering({CPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,)), "b": FakeModel(shards=(GIB,))})
     world = Schedule({"a": GIB, "b": GIB}, launcher=launcher, keys={"a": {"ttl": 20.0}})
@@ -414,7 +392,6 @@ async def test_a_plan_that_fails_is_made_again() -> None:
     assert not world.fleet.scheduler.broken.is_set()
 
 
-@virtual
 async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
     launcher = Flickering({CPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,))})
     world = Schedule({"a": GIB}, launcher=launcher)
@@ -427,7 +404,6 @@ async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
     assert world.fleet.workers() == []
 
 
-@virtual
 async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> None:
     damaged = [WorkerLost("sha256 of a shard is wrong", cause="download_failed", exit=10) for _ in range(2)]
     world = Schedule({"a": GIB}, missing=("a",), models={"a": FakeModel(download_fails=damaged)})
@@ -442,7 +418,6 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
     await world.fleet.load("a")
 
 
-@virtual
 @pytest.mark.parametrize("exit", [10, -7])
 async def test_damaged_files_are_verified_by_a_download_before_the_next_load(
     exit: int,
@@ -461,7 +436,6 @@ async def test_damaged_files_are_verified_by_a_download_before_the_next_load(
     assert world.journal[3:] == ["stop a", "start a"], "they were verified"
 
 
-@virtual
 async def test_damaged_files_of_a_local_folder_are_not_downloaded() -> None:
     damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=10)
     world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged] * 2)})
@@ -473,7 +447,6 @@ async def test_damaged_files_of_a_local_folder_are_not_downloaded() -> None:
     assert world.journal == ["start a", "start a"]
 
 
-@virtual
 async def test_memory_freed_meanwhile_ends_the_exact_estimate() -> None:
     world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB + 300}, stated=False,
                      keys={"a": {"required_memory": {"": 5 * GIB}}},

@@ -22,7 +22,7 @@ from router.errors import (
 from router.fleet.fleet import IDLE_LOOK
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, MIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Estimated
 
 
@@ -34,7 +34,6 @@ async def gather(*requests: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*requests, return_exceptions=True)
 
 
-@virtual
 async def test_a_request_loads_its_model_and_the_next_one_finds_it_ready() -> None:
     world = Schedule({"a": GIB})
     assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
@@ -44,7 +43,6 @@ async def test_a_request_loads_its_model_and_the_next_one_finds_it_ready() -> No
     assert world.journal == ["start a", "stop a"]
 
 
-@virtual
 async def test_ending_requests_share_a_plan_while_no_demand_waits() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a")
@@ -56,7 +54,6 @@ async def test_ending_requests_share_a_plan_while_no_demand_waits() -> None:
     assert 2 < len(plans) <= (world.now - began) / IDLE_LOOK + 2
 
 
-@virtual
 async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() -> None:
     world = Schedule(
         {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, settings=Settings(models_max=1)
@@ -75,14 +72,12 @@ async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() 
     assert 1.0 <= world.now - idle_since <= 1.0 + 2 * IDLE_LOOK
 
 
-@virtual
 async def test_many_cold_requests_begin_one_load() -> None:
     world = Schedule({"a": GIB})
     await gather(*(world.ask("a") for _ in range(500)))
     assert world.journal == ["start a"]
 
 
-@virtual
 async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> None:
     models = {name: FakeModel(shards=(GIB,), download_seconds=5.0) for name in "bc"}
     world = Schedule({"a": GIB, "b": GIB, "c": GIB}, settings=Settings(models_max=1), models=models, missing=("b", "c"))
@@ -105,7 +100,6 @@ async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> No
     ],
     ids=["by memory", "by the count of workers", "by the count alone if no memory is limited"],
 )
-@virtual
 async def test_the_least_recently_used_is_evicted(size: int, settings: Settings) -> None:
     models = {name: FakeModel(shards=(1,)) for name in "abc"}
     world = Schedule(dict.fromkeys("abc", size), settings=settings, models=models)
@@ -117,7 +111,6 @@ async def test_the_least_recently_used_is_evicted(size: int, settings: Settings)
     assert world.fleet.models["b"].reason == "evicted"
 
 
-@virtual
 async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
     world.launcher.reading_lag = 1.5
@@ -130,7 +123,6 @@ async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> 
     assert started >= stopped + 1.5
 
 
-@virtual
 async def test_a_leased_worker_is_not_stopped() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
     long = asyncio.create_task(world.ask("a", 100.0))
@@ -141,7 +133,6 @@ async def test_a_leased_worker_is_not_stopped() -> None:
     assert world.journal == ["start a", "stop a", "start b"]
 
 
-@virtual
 async def test_a_busy_model_of_high_priority_does_not_starve_another() -> None:
     """It is evicted after the swap patience. Its next request must not take back the memory that was freed."""
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"priority": 10}})
@@ -159,7 +150,6 @@ async def test_a_busy_model_of_high_priority_does_not_starve_another() -> None:
     assert world.journal == ["start a", "stop a", "start b"]
 
 
-@virtual
 async def test_a_ready_model_waits_for_nobody() -> None:
     world = Schedule({"a": GIB, "slow": GIB}, models={"slow": FakeModel(shards=(GIB,), load_seconds=500.0)})
     await world.ask("a")
@@ -171,7 +161,6 @@ async def test_a_ready_model_waits_for_nobody() -> None:
     await gather(loading)
 
 
-@virtual
 async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nothing() -> None:
     world = Schedule({"a": GIB, "huge": 20 * GIB}, margin=GIB)
     await world.ask("a")
@@ -185,7 +174,6 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
     assert world.fleet.models["huge"].open is None
 
 
-@virtual
 async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
     sizes = {"a": 5 * GIB, "b": 5 * GIB}
     world = Schedule(sizes, keys={"a": {"required_memory": {"": 5 * GIB}}}, totals={CPU: 5 * GIB + 300}, stated=False)
@@ -199,7 +187,6 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
 @pytest.mark.parametrize(
     ("total", "margin"), [(8 * GIB, {}), (256 * MIB, {"": 0})], ids=["memory suffices", "memory is not limited"]
 )
-@virtual
 async def test_no_exact_estimate_where_only_the_count_of_workers_decides(total: int, margin: dict[str, int]) -> None:
     """Without a limit of memory, also for a model whose static estimate exceeds the device."""
     settings = Settings(models_max=1, models_memory_margin=margin)
@@ -215,7 +202,6 @@ async def test_no_exact_estimate_where_only_the_count_of_workers_decides(total: 
     assert {event.data["source"] for event in world.events_of("estimate")} <= {"static", "learned"}
 
 
-@virtual
 async def test_a_refusal_names_the_reason_for_which_there_is_no_exact_estimate() -> None:
     lost = WorkerLost("a: no end of the estimate after 20 s", cause="stalled")
     world = Schedule({"a": GIB}, totals={CPU: 256 * MIB}, stated=False)
@@ -225,7 +211,6 @@ async def test_a_refusal_names_the_reason_for_which_there_is_no_exact_estimate()
     assert world.journal == ["estimate a"]
 
 
-@virtual
 async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobody() -> None:
     stated = {name: {"required_memory": {"": size}} for name, size in (("a", 5 * GIB), ("c", 60 * MIB))}
     world = Schedule({"a": 5 * GIB, "b": GIB, "c": 60 * MIB}, keys=stated, totals={CPU: 5 * GIB + 64 * MIB},
@@ -240,7 +225,6 @@ async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobo
         await late
 
 
-@virtual
 async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("b",))
     world.launcher.models["b"].download_seconds = 30.0
@@ -252,7 +236,6 @@ async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     assert world.journal == ["start a", "download b", "stop a", "start b"]
 
 
-@virtual
 async def test_no_eviction_for_a_client_that_left() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
     busy = asyncio.create_task(world.ask("a", 5.0))
@@ -267,7 +250,6 @@ async def test_no_eviction_for_a_client_that_left() -> None:
     assert world.fleet.models["b"].workers == []
 
 
-@virtual
 async def test_autoload_off_loads_nothing() -> None:
     world = Schedule({"a": GIB}, settings=Settings(models_autoload=False))
     with pytest.raises(ModelNotLoaded):
@@ -276,7 +258,6 @@ async def test_autoload_off_loads_nothing() -> None:
     assert await world.ask("a") == 0.0
 
 
-@virtual
 async def test_load_and_unload_reject_what_is_already_done() -> None:
     world = Schedule({"a": GIB})
     with pytest.raises(NotRunning):
@@ -304,7 +285,6 @@ async def answer_until_cut(world: Schedule) -> tuple[float, ApiError | None]:
         return world.now, lease.aborted
 
 
-@virtual
 async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     world = Schedule({"a": GIB}, settings=Settings(drain_timeout=30.0))
     answer = asyncio.create_task(answer_until_cut(world))
@@ -319,7 +299,6 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     await again
 
 
-@virtual
 async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_and_not_before() -> None:
     settings = Settings(swap_patience=5.0, evict_timeout=20.0)
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"min_residency": 1.0}}, settings=settings)
@@ -334,7 +313,6 @@ async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_a
     assert waited == pytest.approx(5.0 + 20.0 + 0.5 + 2.0, abs=0.1), "and stop and load"
 
 
-@virtual
 @pytest.mark.parametrize("by_command", [True, False])
 async def test_a_final_failure_is_not_retried_without_a_load_command_or_new_files(by_command: bool) -> None:
     world = Schedule({"a": GIB})
@@ -352,7 +330,6 @@ async def test_a_final_failure_is_not_retried_without_a_load_command_or_new_file
     assert world.journal == ["start a", "start a"]
 
 
-@virtual
 async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -> None:
     """The estimate is too low: beside `b` there is room for the estimate, not for the model."""
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
@@ -372,14 +349,12 @@ async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -
     await world.fleet.close()
 
 
-@virtual
 async def test_the_load_itself_does_not_count_as_time_in_the_queue() -> None:
     world = Schedule({"a": GIB}, settings=Settings(queue_timeout=5.0),
                      models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
     assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
 
 
-@virtual
 async def test_a_long_queue_is_planned_less_often() -> None:
     """However often something changes: with forty who wait there are not more than a few dozen plans a second, and a
     change that comes meanwhile is not forgotten."""
@@ -397,7 +372,6 @@ async def test_a_long_queue_is_planned_less_often() -> None:
     await asyncio.gather(*asking)
 
 
-@virtual
 async def test_devices_are_read_again_before_a_start() -> None:
     """As routers do that share a machine: the driver is asked again before each start."""
     world = Schedule({"a": 4 * GIB})
@@ -413,7 +387,6 @@ async def test_devices_are_read_again_before_a_start() -> None:
     assert world.journal == ["start a"]
 
 
-@virtual
 async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     await world.ask("a")
@@ -426,7 +399,6 @@ async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() ->
     assert world.fleet.models["a"].reason == "config_changed"
 
 
-@virtual
 async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     await world.ask("a")
@@ -442,7 +414,6 @@ async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     assert world.launcher.running == {}
 
 
-@virtual
 async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
     """`b` waits for `a`, which has just become idle inside its minimum residency."""
     waited = {}
@@ -459,7 +430,6 @@ async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
     assert waited[6.0] == pytest.approx(0.5 + 2.0, abs=0.05)
 
 
-@virtual
 async def test_a_refused_load_is_never_reported_as_queued() -> None:
     world = Schedule({"a": GIB, "huge": 900 * GIB})
     await world.ask("a")

@@ -12,7 +12,7 @@ from router.errors import DoesNotFit
 from router.launch.interface import WorkerLost
 from router.memory.estimate import MemoryEstimate, estimate
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
-from tests.router.fleet.worlds import LLAMA, Schedule, virtual
+from tests.router.fleet.worlds import LLAMA, Schedule
 
 MIB = 1 << 20
 KEYS: dict[str, Any] = {"parallel": 64, "threads": 1, "ctx_size": 1024}
@@ -38,7 +38,6 @@ def granted_tokens(schedule: Schedule) -> list[int]:
     return [plan["kv_cache"]["granted"]["tokens"] for plan in plans if plan["decision"] == "start"]
 
 
-@virtual
 async def test_a_worker_is_granted_the_whole_steps_that_are_free() -> None:
     least = known()
     schedule = world(10 * least.kv_step[0] + 5)
@@ -50,7 +49,6 @@ async def test_a_worker_is_granted_the_whole_steps_that_are_free() -> None:
     assert (shown["least"]["tokens"], shown["most"]["tokens"]) == (1024, 65536)
 
 
-@virtual
 async def test_kv_tokens_fix_the_cache() -> None:
     schedule = world(4 << 30)
     schedule.fleet.models["a"].preset = replace(schedule.fleet.models["a"].preset, kv_tokens=2048)
@@ -60,7 +58,6 @@ async def test_kv_tokens_fix_the_cache() -> None:
     assert shown["least"] == shown["granted"] == shown["most"]
 
 
-@virtual
 async def test_a_model_is_placed_by_its_least_beside_a_worker_that_has_a_grant() -> None:
     """The first worker has taken a part of the range only because that was free; it does not shrink, and the second
     one gets the rest."""
@@ -78,7 +75,6 @@ async def test_a_model_is_placed_by_its_least_beside_a_worker_that_has_a_grant()
     assert granted_tokens(schedule) == [1024 + 30 * 16, 1024]
 
 
-@virtual
 async def test_a_preview_shows_the_grant_that_a_load_would_get() -> None:
     schedule = world(10 * known().kv_step[0])
     found = await schedule.fleet.scheduler.preview("a")
@@ -88,7 +84,6 @@ async def test_a_preview_shows_the_grant_that_a_load_would_get() -> None:
     }  # fmt: skip
 
 
-@virtual
 async def test_the_estimate_event_has_the_range_before_the_grant() -> None:
     schedule = world(0)
     await schedule.ask("a")
@@ -97,7 +92,6 @@ async def test_the_estimate_event_has_the_range_before_the_grant() -> None:
     assert event.data["kv_cache"]["most"]["tokens"] == 65536
 
 
-@virtual
 async def test_a_load_that_ran_out_of_memory_is_retried_with_the_least() -> None:
     lost = WorkerLost("no memory", cause="oom", exit=6, memory="host")
     least = known()
@@ -109,7 +103,6 @@ async def test_a_load_that_ran_out_of_memory_is_retried_with_the_least() -> None
     assert granted[1:] == [1024]
 
 
-@virtual
 async def test_an_early_start_gets_its_pool_with_its_memory() -> None:
     """Its process is spawned before the grant is known, while its victim stops."""
     schedule = world(650 * MIB)
@@ -122,7 +115,6 @@ async def test_an_early_start_gets_its_pool_with_its_memory() -> None:
     assert schedule.worker("b").reserved[CPU] == sum(found.shards)
 
 
-@virtual
 async def test_a_split_model_gets_the_same_steps_on_each_device() -> None:
     """As many as the device with less memory has room for."""
     preset = Preset(id="a", **KEYS)
@@ -140,7 +132,6 @@ async def test_a_split_model_gets_the_same_steps_on_each_device() -> None:
     assert schedule.launcher.kv_tokens["a"] == 1024 + 9 * 16
 
 
-@virtual
 async def test_a_replica_has_a_grant_of_its_own() -> None:
     schedule = world(sum(known().shards) + 200 * MIB)
     keys = {**KEYS, "parallel": 2, "replicas": (1, 2)}
@@ -150,7 +141,6 @@ async def test_a_replica_has_a_grant_of_its_own() -> None:
     assert sum(worker.reserved[CPU] for worker in schedule.fleet.workers()) <= schedule.launcher.totals[CPU]
 
 
-@virtual
 async def test_gpu_memory_utilization_limits_the_grant() -> None:
     """95 % of the device; the rest stays free for other models."""
     schedule = world(100 * MIB)
@@ -161,7 +151,6 @@ async def test_gpu_memory_utilization_limits_the_grant() -> None:
     assert most - step < schedule.worker("a").reserved[CPU] <= most
 
 
-@virtual
 async def test_a_refusal_names_the_device_limit_and_not_a_share_of_the_preset_that_changes_nothing() -> None:
     least = sum(known().shards)
     schedule = Schedule(

@@ -10,7 +10,7 @@ from router.fleet.scheduler import candidate_of, demand_of
 from router.launch.interface import WorkerLost
 from router.memory.checkpoint_facts import Linears, Part, Tally
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
-from tests.router.fleet.worlds import LLAMA, Schedule, virtual
+from tests.router.fleet.worlds import LLAMA, Schedule
 from worker.protocol.argv import Estimate
 
 # A GiB of elements in each of its 4 layers, 2 bytes each.
@@ -37,7 +37,6 @@ def world(total: int, *, real: int = 9 * GIB, small: int = 0, **keys: object) ->
     return scene
 
 
-@virtual
 async def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
     scene = world(7 * GIB)
     await scene.ask("big")
@@ -48,7 +47,6 @@ async def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
 
 
 @pytest.mark.parametrize(("real", "devices"), [(8 * GIB + GIB // 8, 1), (9 * GIB, 2)])
-@virtual
 async def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: int, devices: int) -> None:
     scene = world(8 * GIB + GIB // 4, real=real)  # its weights would fit
     await scene.ask("big")
@@ -56,7 +54,6 @@ async def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: in
     assert scene.journal[0] == "estimate big"
 
 
-@virtual
 async def test_a_split_is_made_without_an_exact_estimate() -> None:
     scene = world(8 * GIB + GIB // 4)
     scene.launcher.models["big"].estimate_fails = [WorkerLost("broke", cause="crashed", exit=1)]
@@ -64,7 +61,6 @@ async def test_a_split_is_made_without_an_exact_estimate() -> None:
     assert len(scene.worker("big").place) == 2
 
 
-@virtual
 async def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_each() -> None:
     scene = world(4 * GIB)
     with pytest.raises(DoesNotFit) as refused:
@@ -73,7 +69,6 @@ async def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_ea
     assert set(refused.value.extra["devices"]) == {"cuda:0", "cuda:1"}
 
 
-@virtual
 async def test_a_refusal_names_the_settings_that_would_fit() -> None:
     scene = world(7 * GIB, split_mode="none")
     scene.files.checkpoint = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))
@@ -81,7 +76,6 @@ async def test_a_refusal_names_the_settings_that_would_fit() -> None:
         await scene.ask("big")
 
 
-@virtual
 async def test_gpu_split_is_never_exceeded() -> None:
     scene = world(12 * GIB, gpu_split=(3 * GIB, 7 * GIB + GIB // 2))
     scene.launcher.models["big"].shards = (2 * GIB, 7 * GIB)
@@ -95,7 +89,6 @@ async def test_gpu_split_is_never_exceeded() -> None:
     assert scene.worker("big").place == (GPU1,), "where it may have as much as it needs"
 
 
-@virtual
 async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_this_name() -> None:
     scene = world(40 * GIB, gpu_memory_utilization=0.1, split_mode="none")
     with pytest.raises(LoadFailed, match=r"needs at least [0-9]+ MiB, but gpu-memory-utilization and the device sizes"):
@@ -103,7 +96,6 @@ async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_thi
     assert scene.launcher.over_commits == []
 
 
-@virtual
 async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
     scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
     scene.files.checkpoint = replace(FOUR_GIB, matrix_elements=4 * GIB, heads=4, kv_heads=2, intermediate=64)
@@ -119,7 +111,6 @@ async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -
     assert candidate_of(worker, demand_of(worker)).runtime == 0, "the other ranks know what to load before they begin"
 
 
-@virtual
 async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layers_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -139,7 +130,6 @@ async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layer
     )
 
 
-@virtual
 async def test_a_key_of_placement_without_effect_is_logged_at_the_load(caplog: pytest.LogCaptureFixture) -> None:
     scene = world(12 * GIB, required_memory={"cuda:7": GIB})
     await scene.ask("big")

@@ -10,11 +10,10 @@ from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, Queue
 from router.http.response import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Progress, RequestEnded
 
 
-@virtual
 async def test_a_load_command_counts_towards_no_request_limit() -> None:
     """Neither in the model's queue, nor in that of all, nor among those that it answers at once."""
     for keys, settings in (
@@ -35,7 +34,6 @@ async def test_a_load_command_counts_towards_no_request_limit() -> None:
         await world.stop()
 
 
-@virtual
 async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
     world = Schedule({"a": GIB, "b": GIB, "c": GIB}, settings=Settings(queue_size=1))
     await world.ask("a")
@@ -48,7 +46,6 @@ async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
     assert await world.ask("c") > 0.0
 
 
-@virtual
 async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> None:
     """One request may run and one may wait. A further one gets the error of the first limit and changes nothing."""
     world = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 1, "queue_size": 1}})
@@ -62,7 +59,6 @@ async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> Non
     await world.ask("a")
 
 
-@virtual
 async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"queue_size": 2}}, models={"a": FakeModel(load_seconds=30.0)})
     waiting = [asyncio.create_task(world.ask("a")) for _ in range(2)]
@@ -84,7 +80,6 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
     await asyncio.gather(*waiting)
 
 
-@virtual
 async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, settings=Settings(queue_timeout=0.5))
     await world.ask("a")
@@ -105,7 +100,6 @@ def test_retry_after_is_never_too_short(seconds: float, header: int) -> None:
     assert whole_seconds(seconds) == header
 
 
-@virtual
 async def test_a_request_after_retry_after_is_tried_again() -> None:
     """However the pauses of a model that keeps failing fall between two seconds."""
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
@@ -123,7 +117,6 @@ async def test_a_request_after_retry_after_is_tried_again() -> None:
         await asyncio.sleep(whole_seconds(refused.value.retry_after))
 
 
-@virtual
 async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(load_seconds=2.0)}, keys={"a": {"queue_size": 1}})
     await world.ask("a")
@@ -144,7 +137,6 @@ async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
 # Previews
 
 
-@virtual
 async def test_a_preview_never_changes_anything() -> None:
     """Of a model that is here, starts, is too large, has no room beside what is pinned, waits; and of none."""
     world = Schedule(
@@ -179,7 +171,6 @@ async def test_a_preview_never_changes_anything() -> None:
     await waiting
 
 
-@virtual
 async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> None:
     world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"max_concurrent": 1}, "b": {"queue_size": 1}})
     running = [asyncio.create_task(world.ask(name, 9.0)) for name in "ab"]
@@ -200,7 +191,6 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
 # Idle workers
 
 
-@virtual
 async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> None:
     """`sleep-idle-seconds` 20 s, `ttl` 60 s; what requests wish as keep-alive stands in place of `ttl`."""
     for request, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):
@@ -216,7 +206,6 @@ async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> No
         await world.stop()
 
 
-@virtual
 async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
     world = Schedule(
         {"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, settings=Settings(swap_patience=60.0)

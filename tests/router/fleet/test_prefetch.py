@@ -4,7 +4,7 @@ import asyncio
 
 from router.config.settings import Settings
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 
 FILES = 128 * MIB
 
@@ -22,7 +22,6 @@ def world_of(*names: str, host: int = 8 * GIB, keys: dict[str, dict[str, object]
     )  # fmt: skip
 
 
-@virtual
 async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     world = world_of("a", "b", "c")
     await world.ask("a")
@@ -33,7 +32,6 @@ async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     assert (event.model, event.data["bytes"]) == ("c", FILES)
 
 
-@virtual
 async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
     world = world_of("a", "b", "c", host=FILES - 1)
     using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
@@ -47,7 +45,6 @@ async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
     await asyncio.gather(*using)
 
 
-@virtual
 async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     world = world_of("a", "b", "c")
     world.launcher.read_seconds = 100.0
@@ -56,7 +53,6 @@ async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     assert "stopped reading c" in world.entries("stopped reading")
 
 
-@virtual
 async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_into_free_memory() -> None:
     world = world_of("a", "b", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
@@ -65,7 +61,6 @@ async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_
     assert await world.ask("b") == 0.0
 
 
-@virtual
 async def test_files_that_are_being_prefetched_count_against_free_memory() -> None:
     keys: dict[str, dict[str, object]] = {"a": {"prefetch": ("x",)}, "b": {"prefetch": ("y",)}}
     world = world_of("a", "b", "x", "y", host=2 * FILES - 1, keys=keys)
@@ -74,7 +69,6 @@ async def test_files_that_are_being_prefetched_count_against_free_memory() -> No
     assert world.entries("read ") == ["read x"]
 
 
-@virtual
 async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("c")
@@ -91,7 +85,6 @@ async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> Non
     assert world.entries("stop ")[-1] == "stop b", "the prefetched model, rather than a"
 
 
-@virtual
 async def test_a_prefetched_model_becomes_required_with_its_first_request() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
@@ -101,7 +94,6 @@ async def test_a_prefetched_model_becomes_required_with_its_first_request() -> N
     assert world.entries("stop ") == ["stop a"], "the least recently used"
 
 
-@virtual
 async def test_models_that_prefetch_each_other_do_not_loop() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}, "b": {"prefetch": ("a", "b")}})
     await world.ask("a")

@@ -8,7 +8,7 @@ from router.config.settings import Settings
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Pulse
 
 TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
@@ -33,7 +33,6 @@ async def load_of(world: Schedule, count: int, seconds: float = 30.0) -> list[as
     return asking
 
 
-@virtual
 async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_go_to_the_least_loaded() -> None:
     scene = world({"a": 3 * GIB})
     await scene.ask("a")
@@ -45,7 +44,6 @@ async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_g
     await asyncio.gather(*asking)
 
 
-@virtual
 async def test_a_model_without_parallel_is_crowded_beyond_the_sequences_of_a_step() -> None:
     """Before its first pulse, too."""
     scene = Schedule({"a": 3 * GIB}, totals=TWO, keys={"a": {"replicas": (1, 2)}})
@@ -58,7 +56,6 @@ async def test_a_model_without_parallel_is_crowded_beyond_the_sequences_of_a_ste
     await asyncio.gather(*asking)
 
 
-@virtual
 async def test_an_embedder_is_crowded_by_requests_however_many_tokens_it_reports() -> None:
     scene = world({"a": 3 * GIB}, a={"task": "embed", "parallel": 4})
     await scene.ask("a")
@@ -69,7 +66,6 @@ async def test_an_embedder_is_crowded_by_requests_however_many_tokens_it_reports
     await asyncio.gather(*asking)
 
 
-@virtual
 async def test_a_replica_is_evicted_for_a_required_demand() -> None:
     """Though it is in constant use itself once patience is over, and at once while it idles."""
     scene = world({"a": 5 * GIB, "b": 5 * GIB}, (2, 2))
@@ -82,7 +78,6 @@ async def test_a_replica_is_evicted_for_a_required_demand() -> None:
     assert (workers(scene), replica.reason) == ([required], "evicted")
 
 
-@virtual
 async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas() -> None:
     """Three devices for four workers. The model that came into use last has two. It evicts an idle replica of the other
     model once it is crowded."""
@@ -105,7 +100,6 @@ async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas()
     await asyncio.gather(first, second, *crowd)
 
 
-@virtual
 async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None:
     """`b` is used after `a` has come into use, and falls asleep: a replica of `a` fits without its weights only."""
     keys: dict[str, dict[str, Any]] = {
@@ -130,7 +124,6 @@ async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None
     await using
 
 
-@virtual
 async def test_a_replica_without_memory_is_dropped_and_not_tried_with_each_request() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB})
     await scene.ask("b")
@@ -143,7 +136,6 @@ async def test_a_replica_without_memory_is_dropped_and_not_tried_with_each_reque
     assert scene.fleet.models["a"].failure is None
 
 
-@virtual
 async def test_a_failed_replica_harms_no_request() -> None:
     models = {"a": FakeModel(shards=(3 * GIB,))}
     scene = world({"a": 3 * GIB}, models=models)
@@ -155,7 +147,6 @@ async def test_a_failed_replica_harms_no_request() -> None:
     assert await scene.ask("a") == 0.0
 
 
-@virtual
 async def test_a_replica_becomes_required_when_the_required_worker_dies() -> None:
     scene = world({"a": 3 * GIB, "b": 8 * GIB}, (2, 2))
     await scene.ask("a")
@@ -166,7 +157,6 @@ async def test_a_replica_becomes_required_when_the_required_worker_dies() -> Non
     assert next(worker.best_effort for worker in workers(scene) if worker.open) is False
 
 
-@virtual
 async def test_replicas_of_an_unused_model_are_not_started_again() -> None:
     """Neither by the time to live of the first one, nor by crashes."""
     scene = world({"a": GIB}, (2, 3), a={"ttl": 5.0}, models={"a": FakeModel(shards=(GIB,), dies_after=7.0)})
@@ -177,7 +167,6 @@ async def test_replicas_of_an_unused_model_are_not_started_again() -> None:
     assert (workers(scene), len(scene.journal)) == ([], begun)
 
 
-@virtual
 async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     scene = world({"a": 3 * GIB}, (2, 2))
     await scene.ask("a")

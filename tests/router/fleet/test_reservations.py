@@ -18,7 +18,7 @@ from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
 from router.planner.ledger import LOCAL, DeviceId
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
-from tests.router.fleet.worlds import LLAMA, Schedule, virtual
+from tests.router.fleet.worlds import LLAMA, Schedule
 from worker.protocol.argv import Serve
 from worker.protocol.events import MemoryNeed, Pulse
 from worker.protocol.memory import DEVICE_LIBRARIES_HOST_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
@@ -54,7 +54,6 @@ async def leave(world: Schedule, name: str) -> None:
     await asyncio.gather(*(worker.stopped.wait() for worker in workers))
 
 
-@virtual
 async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_server() -> None:
     world = forking(a=model())
     await world.ask("a")
@@ -66,7 +65,6 @@ async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_ser
     assert needs(forked=False) - needs(forked=True) > SHARED
 
 
-@virtual
 @pytest.mark.parametrize(
     ("keys", "warmed_up", "expected"),
     [
@@ -101,7 +99,6 @@ def with_grammars(headroom: int) -> FakeModel:
     return replace(model(), warmed_up=True, later=7 * MIB, unannounced=headroom)
 
 
-@virtual
 async def test_a_forked_worker_is_charged_for_grammars_as_soon_as_it_announces_them() -> None:
     world = forking(a=with_grammars(40 * MIB))
     await world.ask("a")
@@ -119,7 +116,6 @@ async def test_a_forked_worker_is_charged_for_grammars_as_soon_as_it_announces_t
     assert world.worker("a").reserved[CPU] == 257 * MIB
 
 
-@virtual
 async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_them() -> None:
     world = forking(a=replace(with_grammars(40 * MIB), steps=12 * MIB))
     await world.ask("a")
@@ -133,7 +129,6 @@ async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_the
     assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (257 * MIB, 40 * MIB)
 
 
-@virtual
 async def test_a_later_load_is_charged_by_its_pulse_what_it_reported_as_an_upper_bound_when_ready() -> None:
     exact = replace(with_grammars(40 * MIB), steps=12 * MIB)
     world = forking(a=exact)
@@ -152,7 +147,6 @@ async def test_a_later_load_is_charged_by_its_pulse_what_it_reported_as_an_upper
     assert len(known) == 1, "an upper bound raises no learned figure"
 
 
-@virtual
 async def test_a_first_load_is_charged_for_estimated_steps_as_soon_as_it_announces_them() -> None:
     steps = 260 * MIB
     large = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB + steps,), warmed_up=False, steps=steps)
@@ -166,7 +160,6 @@ async def test_a_first_load_is_charged_for_estimated_steps_as_soon_as_it_announc
     assert not learned.steps, "an estimate is not learned"
 
 
-@virtual
 async def test_slots_of_adapters_are_charged_when_they_are_mapped_and_do_not_lower_what_is_learned() -> None:
     steps, taken, learned = 40 * MIB, 160 * MIB, []
     large = replace(with_grammars(40 * MIB), shards=(SHARED + taken + steps,), warmed_up=False, steps=steps)
@@ -183,7 +176,6 @@ async def test_slots_of_adapters_are_charged_when_they_are_mapped_and_do_not_low
     assert with_slots == without
 
 
-@virtual
 async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
     small = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB,), warmed_up=False)
     world = forking(a=small)
@@ -194,7 +186,6 @@ async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
     assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (before + 40 * MIB, 0)
 
 
-@virtual
 async def test_memory_that_a_pulse_shows_to_be_free_is_used_at_once() -> None:
     world = forking(a=with_grammars(40 * MIB), b=model())
     await world.ask("a")
@@ -212,7 +203,6 @@ async def test_memory_that_a_pulse_shows_to_be_free_is_used_at_once() -> None:
     await waiting
 
 
-@virtual
 async def test_an_executed_worker_is_charged_for_grammars_from_the_beginning() -> None:
     world = forking(a=with_grammars(40 * MIB))
     world.launcher.fork_server = False
@@ -222,7 +212,6 @@ async def test_an_executed_worker_is_charged_for_grammars_from_the_beginning() -
     assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (3 * GIB + 47 * MIB, 0)
 
 
-@virtual
 @pytest.mark.parametrize(("beside", "fits"), [(60 * MIB, True), (60 * MIB - 1, False)])
 async def test_the_largest_headroom_is_kept_free_once_for_all_workers(beside: int, fits: bool) -> None:
     world = forking(a=with_grammars(40 * MIB), b=with_grammars(60 * MIB), c=model())
@@ -235,7 +224,6 @@ async def test_the_largest_headroom_is_kept_free_once_for_all_workers(beside: in
     assert [worker.preset.id for worker in world.fleet.workers()] == (["a", "b", "c"] if fits else ["b", "c"])
 
 
-@virtual
 async def test_a_headroom_above_a_limit_is_kept_free_for_each_worker() -> None:
     most = MOST_SHARED_HEADROOM
     world = forking(a=with_grammars(most + 1), b=with_grammars(most + 2), c=with_grammars(most))
@@ -245,7 +233,6 @@ async def test_a_headroom_above_a_limit_is_kept_free_for_each_worker() -> None:
     assert world.fleet.scheduler.reserved(CPU) == reserved + 2 * most + 3
 
 
-@virtual
 async def test_a_model_that_needs_all_memory_gets_the_headroom_too() -> None:
     world = forking(a=with_grammars(40 * MIB), b=with_grammars(60 * MIB), c=model())
     await world.ask("a")
@@ -255,7 +242,6 @@ async def test_a_model_that_needs_all_memory_gets_the_headroom_too() -> None:
     assert [worker.preset.id for worker in world.fleet.workers()] == ["c"]
 
 
-@virtual
 async def test_learned_estimates_of_forked_workers_do_not_hold_for_executed_ones() -> None:
     world = forking(a=model())
     await world.ask("a")
@@ -272,7 +258,6 @@ async def test_learned_estimates_of_forked_workers_do_not_hold_for_executed_ones
     assert world.worker("a").reserved[CPU] >= NEEDS
 
 
-@virtual
 async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     world = forking(a=model(), b=model())
     world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=True) - 100 * MIB)  # a forked one fits, no other
@@ -302,7 +287,6 @@ def forking_only() -> Schedule:
     return world
 
 
-@virtual
 async def test_a_model_that_fits_only_if_it_is_forked_waits_for_the_imports_of_the_fork_server() -> None:
     world = forking_only()
     asking = asyncio.create_task(world.ask("a"))
@@ -314,7 +298,6 @@ async def test_a_model_that_fits_only_if_it_is_forked_waits_for_the_imports_of_t
     assert world.costs("a").forked
 
 
-@virtual
 async def test_it_is_refused_if_the_fork_server_exits_before() -> None:
     world = forking_only()
     asking = asyncio.create_task(world.ask("a"))
@@ -324,7 +307,6 @@ async def test_it_is_refused_if_the_fork_server_exits_before() -> None:
         await asking
 
 
-@virtual
 async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     world = forking(a=model(), b=model())
     world.launcher.fork_server = False
@@ -349,7 +331,6 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     assert costs.estimate.total >= NEEDS
 
 
-@virtual
 async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
@@ -364,7 +345,6 @@ async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned
     assert world.worker("a").reserved[CPU] == measured + compute, "and the largest steps, which are not measured yet"
 
 
-@virtual
 @pytest.mark.parametrize("given_back", [True, False])
 async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replaced(given_back: bool) -> None:
     world = forking(a=model())
@@ -393,7 +373,6 @@ async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replac
         assert world.worker("a") is not worker
 
 
-@virtual
 async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
     world = forking(a=model())
     with world.fleet.lease("a") as lease:
@@ -407,7 +386,6 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
     assert worker.retired
 
 
-@virtual
 async def test_a_learned_figure_never_refuses_a_model() -> None:
     world = Schedule({"a": NEEDS}, totals={CPU: needs(forked=False) + 100 * MIB}, models={"a": model()}, stated=False)
     await world.ask("a")
@@ -422,7 +400,6 @@ async def test_a_learned_figure_never_refuses_a_model() -> None:
     assert raised.beside[0] < 20 * GIB, "measured once more, and lower"
 
 
-@virtual
 async def test_what_was_learned_can_be_dropped() -> None:
     world = forking(a=model())
     await world.ask("a")
@@ -432,7 +409,6 @@ async def test_what_was_learned_can_be_dropped() -> None:
     assert await forget_learned(world.presets["a"], world.fleet) == 0
 
 
-@virtual
 async def test_accelerators_learn_the_peak_of_the_allocator_and_main_memory_only_until_ready() -> None:
     models = {"a": FakeModel(shards=(5 * GIB,), host=GIB)}
     world = Schedule({"a": 0}, totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False)
@@ -451,7 +427,6 @@ async def test_accelerators_learn_the_peak_of_the_allocator_and_main_memory_only
 GPU = DeviceId(LOCAL, 0)
 
 
-@virtual
 async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_there_and_for_their_caps() -> None:
     overhead = {"cuda:0": 300 * MIB, "cpu": 700 * MIB}
     models = {name: FakeModel(shards=(5 * GIB,), host=GIB, overhead=overhead) for name in "ab"}
@@ -471,7 +446,6 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     assert asked.host_overhead == process, "the exact figure counts with the same as the static one"
 
 
-@virtual
 async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
@@ -481,7 +455,6 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
     assert not serve_fields(world.worker("a"), world.fleet)["warm_up"]
 
 
-@virtual
 async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_back() -> None:
     launcher = FakeLauncher(TOTALS, {name: FakeModel(shards=(5 * GIB,)) for name in "abc"}, reading_lag=3.0)
     world = Schedule(dict.fromkeys("abc", 5 * GIB), totals=TOTALS, launcher=launcher)
@@ -506,7 +479,6 @@ async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_ba
     assert launcher.over_commits == []
 
 
-@virtual
 async def test_shards_on_an_accelerator_without_memory_and_their_process_are_charged_to_main_memory() -> None:
     launcher = FakeLauncher({CPU: 8 * GIB, GPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,), host=GIB)}, pools={GPU: CPU})
     keys = {"a": {"required_memory": {"": GIB, "cpu": GIB}}}
@@ -518,7 +490,6 @@ async def test_shards_on_an_accelerator_without_memory_and_their_process_are_cha
     assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(2 * GIB, 0)] * 2
 
 
-@virtual
 async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_the_plan() -> None:
     world = forking(a=model())
     world.files.checkpoint = replace(LLAMA, kv_heads=0)
@@ -528,7 +499,6 @@ async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_
     assert shown["estimate"] == {"source": "exact"}
 
 
-@virtual
 async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_state_says_so() -> None:
     world = forking(a=model())
     world.launcher.fork_server = False
@@ -550,7 +520,6 @@ async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_stat
     assert estimates[-1]["source"] == "weights"
 
 
-@virtual
 async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     weights = 5 * GIB
     world = forking(a=model())
@@ -562,7 +531,6 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     assert world.journal == ["estimate a"]
 
 
-@virtual
 async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
     for total, stated, way_out in (
         (GIB // 2, True, "lower required-memory"),
@@ -576,7 +544,6 @@ async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
         await world.stop()
 
 
-@virtual
 async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
     await world.ask("a")
@@ -599,7 +566,6 @@ async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> Non
     assert resident_of(worker).request_interval == 1.0
 
 
-@virtual
 async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a")

@@ -12,7 +12,7 @@ from router.errors import LoadBackoff, ModelNotFound, ModelNotLoaded
 from router.registry import worker_groups
 from router.registry.shared_workers import SharedWorkers, with_name
 from tests.fakes import GIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 
 BASE = Preset(id="", path="/snapshots/m", required_memory={"": GIB}, replica_idle=1.0)
 NAMES = ("a", "b", "c", "a,b", "b,a", "a,b,c", "b,c")
@@ -58,7 +58,6 @@ class World:
         return [event.model for event in self.schedule.events_of("removed")]
 
 
-@virtual
 async def test_the_settings_of_a_model_are_written_once_for_all_status_reports() -> None:
     """The page reads the status of all models once a second."""
     world = World(a={"ctx_size": 64}, b={})
@@ -73,7 +72,6 @@ async def test_the_settings_of_a_model_are_written_once_for_all_status_reports()
 WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
 
 
-@virtual
 async def test_of_two_names_that_differ_by_a_new_ttl_the_unchanged_one_keeps_the_worker() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
@@ -83,7 +81,6 @@ async def test_of_two_names_that_differ_by_a_new_ttl_the_unchanged_one_keeps_the
     assert sorted(world.shared) == ["a", "b"]
 
 
-@virtual
 async def test_presets_that_become_equal_share_the_running_worker() -> None:
     world = World(a={"ctx_size": 64}, b=WARM)
     one, two = await world.ask("a"), await world.ask("b")
@@ -97,7 +94,6 @@ async def test_presets_that_become_equal_share_the_running_worker() -> None:
     assert world.shared_workers.names_of("a") == (), "events of the old worker concern none of them"
 
 
-@virtual
 async def test_names_with_the_same_change_restart_once() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
@@ -108,7 +104,6 @@ async def test_names_with_the_same_change_restart_once() -> None:
     assert await world.ask("a") == again
 
 
-@virtual
 async def test_a_pinned_name_that_loses_its_worker_is_loaded_at_once() -> None:
     world = World(a={"pin": True}, b={"pin": True})
     first = await world.ask("b")
@@ -118,7 +113,6 @@ async def test_a_pinned_name_that_loses_its_worker_is_loaded_at_once() -> None:
     assert await world.ask("b") == first
 
 
-@virtual
 async def test_removing_one_name_keeps_the_worker_and_removing_both_ends_it() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
@@ -131,7 +125,6 @@ async def test_removing_one_name_keeps_the_worker_and_removing_both_ends_it() ->
     assert (world.removed(), world.fleet.workers()) == (["a", "b"], [])
 
 
-@virtual
 async def test_names_in_another_order_are_the_same_worker() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
@@ -140,7 +133,6 @@ async def test_names_in_another_order_are_the_same_worker() -> None:
     assert await world.ask("a") == first
 
 
-@virtual
 async def test_errors_of_shared_workers_contain_the_requested_name() -> None:
     world = World(a={"autoload": False}, b={"autoload": False})
     for name in "ab":
@@ -153,7 +145,6 @@ async def test_errors_of_shared_workers_contain_the_requested_name() -> None:
     assert with_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
 
 
-@virtual
 async def test_a_renamed_preset_keeps_running_requests_of_the_old_name() -> None:
     world = World(a={})
     first = await world.ask("a")

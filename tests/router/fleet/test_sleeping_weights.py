@@ -12,7 +12,7 @@ from router.events import Event
 from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 
 FILES = 128 * MIB  # bytes of the files of a fake snapshot
 
@@ -51,7 +51,6 @@ def value(world: Schedule, name: str) -> str:
     return value_of(world.fleet.models[name])
 
 
-@virtual
 async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> None:
     world = gpu("a", "b")
     await ask_each(world, "ab")
@@ -72,7 +71,6 @@ async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> Non
     assert world.launcher.locked == {}
 
 
-@virtual
 async def test_sleeping_weights_are_reserved_and_the_least_recently_used_leave_for_the_budget() -> None:
     world = gpu("a", "b", "c", "d", sleep=2 * FILES)
     for name in "abcd":
@@ -87,7 +85,6 @@ async def test_sleeping_weights_are_reserved_and_the_least_recently_used_leave_f
     assert max(one.last_used for one in asleep) < -1e6, "they are evicted before any worker"
 
 
-@virtual
 async def test_a_pinned_model_that_sleeps_stays() -> None:
     world = gpu("a", "b", "c", sleep=FILES)
     await ask_each(world, "ab")
@@ -99,7 +96,6 @@ async def test_a_pinned_model_that_sleeps_stays() -> None:
     assert [value(world, name) for name in "abc"] == ["sleeping", "unloaded", "loaded"]
 
 
-@virtual
 async def test_a_model_that_has_a_worker_again_when_its_sleep_is_decided_does_not_sleep() -> None:
     world = gpu("a")
     await world.ask("a")
@@ -109,7 +105,6 @@ async def test_a_model_that_has_a_worker_again_when_its_sleep_is_decided_does_no
     assert world.fleet.sleeping_weights.all == {}
 
 
-@virtual
 async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     """On main memory, where room for weights is room for models."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "c": 6 * GIB - FILES // 2}
@@ -129,7 +124,6 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     assert world.entries("locking", "unlock") == ["locking a", "unlock a"], "and there was no room for b's"
 
 
-@virtual
 async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
     world = gpu("a", "b")
     await ask_each(world, "ab")
@@ -144,7 +138,6 @@ async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
         world.fleet.unload("a")
 
 
-@virtual
 async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -> None:
     world = gpu("a", "b")
     await ask_each(world, "ab")
@@ -152,7 +145,6 @@ async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -
         await lease.ready()
 
 
-@virtual
 async def test_an_idle_model_sleeps_and_its_weights_are_released_after_its_ttl() -> None:
     world = gpu("a", keys={"a": {"sleep_idle": 10.0, "ttl": 60.0}})
     await world.ask("a")
@@ -168,7 +160,6 @@ async def test_an_idle_model_sleeps_and_its_weights_are_released_after_its_ttl()
     assert world.launcher.used(CPU) == 0
 
 
-@virtual
 async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_sleep() -> None:
     world = gpu("a", "b", keys={"a": {"ttl": 2.0}})
     await world.ask("a")
@@ -180,7 +171,6 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
     assert world.entries("locking") == []
 
 
-@virtual
 async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     world = gpu("a", "b")
     await ask_each(world, "ab")
@@ -192,7 +182,6 @@ async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     await world.ask("a")
 
 
-@virtual
 async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
     """Its files are gone, for example. Then the locked weights are of no use."""
     world = gpu("a", "b")
@@ -207,7 +196,6 @@ async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
     assert "a" not in world.launcher.locked
 
 
-@virtual
 async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     world = gpu("a", "b", "c", sleep=GIB)
     await ask_each(world, "abc")
@@ -218,7 +206,6 @@ async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     assert world.launcher.locked == {}
 
 
-@virtual
 async def test_weights_sleep_in_exactly_the_main_memory_that_is_free() -> None:
     for missing, entries in ((0, ["locking a"]), (1, [])):
         world = gpu("a", host=FILES - missing, keys={"a": {"sleep_idle": 1.0}})

@@ -6,12 +6,10 @@ from router.config.presets import Preset
 from router.events import EventLog
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker, enter
-from tests.fakes import virtual
 
 STATES = list(State)
 
 
-@virtual
 async def test_a_later_state_is_entered_with_an_event_and_a_state_never_goes_back() -> None:
     model = Model(Preset(id="a", path="/snapshots/a"))
     for current, to in product(STATES, STATES):

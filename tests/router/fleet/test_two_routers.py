@@ -7,7 +7,7 @@ import pytest
 
 from router.config.settings import Settings
 from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel
-from tests.router.fleet.worlds import Schedule, virtual
+from tests.router.fleet.worlds import Schedule
 
 
 class Half(FakeLauncher):
@@ -40,7 +40,6 @@ def routers(host: int, *models: dict[str, int]) -> list[Schedule]:
     ]  # fmt: skip
 
 
-@virtual
 async def test_memory_of_another_router_is_waited_for_without_an_eviction() -> None:
     ours, theirs = routers(20 * GIB, {"small": GIB, "large": 12 * GIB}, {"theirs": 12 * GIB})
     await theirs.ask("theirs")
@@ -57,7 +56,6 @@ async def test_memory_of_another_router_is_waited_for_without_an_eviction() -> N
     assert ours.now - 1.0 == pytest.approx(left + 0.5 + 0.5 + 2.0, abs=0.2), "once both are gone"
 
 
-@virtual
 async def test_two_routers_never_take_the_memory_of_each_other() -> None:
     """Main memory has room for one worker of each; with what leaves still there, for no more."""
     pair = routers(12 * GIB, {"a": 5 * GIB, "b": 5 * GIB}, {"a": 5 * GIB, "b": 5 * GIB})
@@ -75,7 +73,6 @@ async def test_two_routers_never_take_the_memory_of_each_other() -> None:
         await world.stop()
 
 
-@virtual
 async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
     """Workers measure mapped files, which the driver counts as available. They are not subtracted from its figure."""
     sizes = {"a": 32 * GIB, "b": 30 * GIB}
@@ -90,7 +87,6 @@ async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
     assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
 
 
-@virtual
 async def test_memory_freed_by_another_router_prevents_an_eviction() -> None:
     world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, settings=Settings(swap_patience=0.0))
     await world.ask("a")

@@ -1,11 +1,10 @@
 """Small worlds for schedule tests: a real fleet and planner over a launcher without processes, in virtual time."""
 
 import asyncio
-import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ClassVar
 
 from router.config.presets import Preset
 from router.config.settings import Settings
@@ -17,7 +16,7 @@ from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
 from router.store.converted import ConvertedSnapshots
 from router.store.snapshots import Snapshots
-from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, run_virtual
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from worker.protocol.argv import AdapterSource, Convert, Download
 
 LLAMA = Checkpoint(
@@ -37,26 +36,6 @@ LLAMA = Checkpoint(
     by_layer=(Part({"bfloat16": Tally(16 << 20, 32 << 20)}),) * 4,
     capabilities=("chat", "completion"),
 )
-
-
-P = ParamSpec("P")
-
-
-def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Decorate an async test: it runs in virtual time, and then all its worlds are stopped and checked."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        async def run_then_stop() -> None:
-            Schedule.made.clear()
-            await test(*args, **kwargs)
-            for world in Schedule.made:
-                if not world.fleet.closing:
-                    await world.stop()
-
-        run_virtual(run_then_stop())
-
-    return run
 
 
 class FakeFiles(Snapshots):
