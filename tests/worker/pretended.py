@@ -186,11 +186,7 @@ class _Event:
 
 
 # Replacements in `torch.cuda`.
-_DEVICE = {
-    "Event": _Event,
-    "current_stream": lambda device: None,
-    "get_device_capability": lambda device=None: (9, 0),
-}
+_DEVICE = {"Event": _Event, "current_stream": lambda device: None, "get_device_capability": lambda device=None: (9, 0)}
 
 
 @contextlib.contextmanager

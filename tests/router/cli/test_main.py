@@ -299,10 +299,7 @@ def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.Captu
     words = ("--port", "0", "--models-memory-margin", "2048", "--no-fork-server")
     assert run(capsys, "check", path, *words) == (0, "2 models, no fault: a b\n", "")
     assert run(capsys, *words, "check", path)[0] == 0
-    assert run(capsys, "check", path, "--port", "x")[::2] == (
-        2,
-        '--port: "x" is not a whole number from 0 to 65535\n',
-    )
+    assert run(capsys, "check", path, "--port", "x")[::2] == (2, '--port: "x" is not a whole number from 0 to 65535\n')
 
 
 def test_a_full_disk_is_reported_in_one_line() -> None:

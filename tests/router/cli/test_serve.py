@@ -7,15 +7,7 @@ import os
 
 import pytest
 
-from router.cli.serve import (
-    ESSENTIAL,
-    _check_locking,
-    _freeze_collector,
-    _say,
-    _state_folder,
-    _Stop,
-    reload_when_set,
-)
+from router.cli.serve import ESSENTIAL, _check_locking, _freeze_collector, _say, _state_folder, _Stop, reload_when_set
 from router.config.settings import Settings
 from router.errors import ConfigError, PresetInvalid
 

@@ -63,10 +63,7 @@ def test_keys_keep_their_spelling_and_lines_their_number() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (
-            "ctx-size = 1",
-            "m.ini:1: ctx-size stands before the first section; write [*] above it",
-        ),
+        ("ctx-size = 1", "m.ini:1: ctx-size stands before the first section; write [*] above it"),
         ("version = 2", "m.ini:1: version 2 is not known; this router reads version 1"),
         ("[a]\nb", "m.ini:2: [a] neither [section] nor key = value"),
         ("[a]\n9 = x", "m.ini:2: [a] neither [section] nor key = value"),

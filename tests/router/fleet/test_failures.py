@@ -10,15 +10,7 @@ import pytest
 from router import log
 from router.api.status import status
 from router.config.settings import Settings
-from router.errors import (
-    ApiError,
-    Draining,
-    LoadBackoff,
-    LoadFailed,
-    ModelNotFound,
-    NotRunning,
-    QueueTimeout,
-)
+from router.errors import ApiError, Draining, LoadBackoff, LoadFailed, ModelNotFound, NotRunning, QueueTimeout
 from router.events import Event
 from router.fleet.failures import LONGEST_PAUSE, WINDOW, Crashes
 from router.fleet.worker import State
@@ -419,9 +411,7 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
 
 
 @pytest.mark.parametrize("exit", [10, -7])
-async def test_damaged_files_are_verified_by_a_download_before_the_next_load(
-    exit: int,
-) -> None:
+async def test_damaged_files_are_verified_by_a_download_before_the_next_load(exit: int) -> None:
     """The worker found them damaged (exit code 10), or a mapped file became shorter (SIGBUS)."""
     damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=exit)
     world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged])})

@@ -140,8 +140,7 @@ async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
 async def test_a_preview_never_changes_anything() -> None:
     """Of a model that is here, starts, is too large, has no room beside what is pinned, waits; and of none."""
     world = Schedule(
-        {"pinned": 5 * GIB, "small": GIB, "large": 9 * GIB, "out": 5 * GIB},
-        keys={"pinned": {"pin": True}},
+        {"pinned": 5 * GIB, "small": GIB, "large": 9 * GIB, "out": 5 * GIB}, keys={"pinned": {"pin": True}}
     )
     await world.ask("pinned")
 

@@ -149,10 +149,7 @@ async def test_gauges_show_the_state_of_the_fleet() -> None:
 
 @virtual
 async def test_evictions_are_counted_by_memory_or_count() -> None:
-    for settings, totals, reason in (
-        (Settings(models_max=1), {CPU: 64 * GIB}, "count"),
-        (Settings(), None, "memory"),
-    ):
+    for settings, totals, reason in ((Settings(models_max=1), {CPU: 64 * GIB}, "count"), (Settings(), None, "memory")):
         world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, settings=settings, totals=totals)
         metrics = Metrics(world.fleet, world.events)
         await world.ask("a")

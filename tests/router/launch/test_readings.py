@@ -194,9 +194,7 @@ def used_by(router: SharedReservations) -> dict[DeviceId, int]:
     return {reading.id: reading.used for reading in router.read() if reading.used}
 
 
-def test_a_reservation_counts_as_used_for_other_routers_until_the_driver_shows_it(
-    pair: Pair,
-) -> None:
+def test_a_reservation_counts_as_used_for_other_routers_until_the_driver_shows_it(pair: Pair) -> None:
     ours, theirs = pair
     with ours.claim({GPU0: 3 * GIB, CPU: 2 * GIB}) as claim:
         assert (used_by(theirs), used_by(ours)) == ({GPU1: 3 * GIB, CPU: 2 * GIB}, {})
@@ -209,9 +207,7 @@ def test_a_reservation_counts_as_used_for_other_routers_until_the_driver_shows_i
     assert used_by(theirs) == {}
 
 
-def test_an_early_process_reserves_its_memory_when_it_starts(
-    pair: Pair,
-) -> None:
+def test_an_early_process_reserves_its_memory_when_it_starts(pair: Pair) -> None:
     ours, theirs = pair
     with ours.claim({}) as claim:
         claim.count({CPU: GIB})

@@ -113,10 +113,7 @@ async def test_a_required_call_is_constrained_by_a_grammar(choice: Any) -> None:
 async def test_unsupported_fields_are_rejected_by_name() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     refused: list[tuple[dict[str, Any], str]] = [
-        (
-            {"messages": [{"role": "user", "content": [image]}]},
-            r"content\[0\]: this model takes text, not images",
-        ),
+        ({"messages": [{"role": "user", "content": [image]}]}, r"content\[0\]: this model takes text, not images"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "server tools are not supported"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"messages": []}, "at least one message"),

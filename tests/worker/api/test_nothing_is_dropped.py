@@ -57,11 +57,7 @@ TUNED = {
     **alone(no_repeat_ngram_size=2),
 }
 HELD = alone(
-    response_format={"type": "json_object"},
-    json_schema=SCHEMA,
-    grammar='root ::= "a"',
-    regex="a",
-    ebnf='root ::= "a"',
+    response_format={"type": "json_object"}, json_schema=SCHEMA, grammar='root ::= "a"', regex="a", ebnf='root ::= "a"'
 )
 MEANT = alone(
     audio={"voice": "x", "format": "mp3"}, modalities=["audio"], web_search_options={}, store=True,

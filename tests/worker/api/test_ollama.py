@@ -376,10 +376,7 @@ async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
 
 async def test_empty_lines_keep_an_idle_stream_alive() -> None:
     body = {"messages": [{"role": "user", "content": " prefill "}], "sse_ping_interval": 0.05}
-    async with (
-        serving(chat_template=PLAIN) as world,
-        world.client.post(world.url + "/api/chat", json=body) as answer,
-    ):
+    async with serving(chat_template=PLAIN) as world, world.client.post(world.url + "/api/chat", json=body) as answer:
         assert answer.headers["Content-Type"] == "application/x-ndjson"
         first = ollama.ChatResponse.model_validate_json(await answer.content.readline())
         assert (first.message.content, first.done) == ("", False)

@@ -427,8 +427,7 @@ async def test_tool_choice_none_hides_the_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "interval"),
-    [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)],
+    ("body", "interval"), [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)]
 )
 async def test_the_request_sets_the_ping_interval(body: dict[str, Any], interval: float | None) -> None:
     assert (await openai.chat({**CHAT, **body}, model())).ping_interval == interval

@@ -79,9 +79,7 @@ def said(url: str) -> Any:
 TEXT: Any = {"type": "text", "text": WORDS}
 
 
-async def test_memory_is_announced_before_an_image_is_read_and_before_its_step(
-    engine: TransformersEngine,
-) -> None:
+async def test_memory_is_announced_before_an_image_is_read_and_before_its_step(engine: TransformersEngine) -> None:
     announced: list[str] = []
     work, reader = engine._generation, engine.vision
     assert work is not None

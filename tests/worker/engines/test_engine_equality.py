@@ -36,8 +36,7 @@ FAST = ("llama", "mistral", "qwen3", "gpt2", "falcon", "mamba", "t5")
 
 
 @pytest.fixture(
-    scope="module",
-    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    scope="module", params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, overrides = FAMILIES[request.param]

@@ -106,8 +106,7 @@ def test_text_parts_are_joined_by_newlines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "modality"),
-    [("image_url", "images"), ("input_audio", "audio"), ("video_url", "video"), ("file", "files")],
+    ("kind", "modality"), [("image_url", "images"), ("input_audio", "audio"), ("video_url", "video"), ("file", "files")]
 )
 def test_a_part_of_another_modality_is_rejected_by_name(kind: str, modality: str) -> None:
     parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {}}]

@@ -51,9 +51,7 @@ async def test_ignore_eos_ignores_only_the_models_end_tokens_and_min_tokens_all(
     await engine.close()
 
 
-async def test_a_stop_string_is_shown_on_request_and_its_tokens_are_always_reported(
-    engine: TransformersEngine,
-) -> None:
+async def test_a_stop_string_is_shown_on_request_and_its_tokens_are_always_reported(engine: TransformersEngine) -> None:
     free = await complete_one(engine, PROMPT, max_tokens=12)
     stop = "".join(delta.text for delta in free.deltas[3:6])
     hidden = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,))

@@ -194,11 +194,7 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("I add.", "Sure.", [ADD, SAY]),
     ),
     ("nemotron", f"<think>\nI add.\n</think>\n\n<TOOLCALL>{SAID_BOTH}</TOOLCALL>\n", ("I add.", "", [ADD, SAY])),
-    (
-        "nemotron",
-        '<TOOLCALL>[{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}]</TOOLCALL>',
-        ("", "", [ADD]),
-    ),
+    ("nemotron", '<TOOLCALL>[{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}]</TOOLCALL>', ("", "", [ADD])),
     (
         "phi",
         f"Sure.<|tool_call|>{SAID_ADD}<|/tool_call|><|tool_call|>{SAID_SAY}<|/tool_call|>",
@@ -226,11 +222,7 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '    {"tool_call_id": "1", "tool_name": "say", "parameters": {"text": "hé </x> {"}}\n]<|END_ACTION|>',
         ("I add.", "", [ADD, SAY]),
     ),
-    (
-        "cohere",
-        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>",
-        ("Hm.", "Hello.", []),
-    ),
+    ("cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", ("Hm.", "Hello.", [])),
     ("cohere", "<|START_TEXT|>Hello.<|END_TEXT|>", ("", "Hello.", [])),
     (
         "cohere-fenced",

@@ -163,10 +163,7 @@ def test_sixteen_stops_are_accepted() -> None:
     assert stop({"stop": stops}) == tuple(stops)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{"1": -100, "99": 5.5}, [[1, -100], [99, 5.5]], [[1, False], [99.0, 5.5]]],
-)
+@pytest.mark.parametrize("value", [{"1": -100, "99": 5.5}, [[1, -100], [99, 5.5]], [[1, False], [99.0, 5.5]]])
 def test_a_bias_is_an_object_or_pairs(value: Any) -> None:
     assert read({"logit_bias": value}).logit_bias == {1: -100.0, 99: 5.5}
 
@@ -230,13 +227,7 @@ def test_the_order_of_samplers_without_effect_is_free(body: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {**WARM, "samplers": "ektpm"},
-        {**WARM, "samplers": "ekmpt"},
-        {**WARM, "samplers": "kpmte"},
-    ],
-    ids=str,
+    "body", [{**WARM, "samplers": "ektpm"}, {**WARM, "samplers": "ekmpt"}, {**WARM, "samplers": "kpmte"}], ids=str
 )
 def test_an_unsupported_order_is_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedField) as caught:

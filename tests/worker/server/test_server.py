@@ -24,10 +24,7 @@ from worker.protocol.routes import DIALECTS, ROUTES
 from worker.server.server import Server
 
 CHAT = "/v1/chat/completions"
-PATHS = [
-    ("GET", "/health"),
-    *((route.method, route.path) for route in ROUTES if route.worker and not route.upstream),
-]
+PATHS = [("GET", "/health"), *((route.method, route.path) for route in ROUTES if route.worker and not route.upstream)]
 
 
 def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
@@ -245,11 +242,7 @@ async def test_a_stream_names_ignored_fields_too_and_long_lists_are_cut() -> Non
 
 async def test_strict_fields_reject_unknown_fields_in_every_kind_of_route() -> None:
     async with serving(strict_fields=True) as world:
-        for path, body in [
-            (CHAT, chat("hi")),
-            ("/v1/embeddings", {"input": "hi"}),
-            ("/tokenize", {"content": "hi"}),
-        ]:
+        for path, body in [(CHAT, chat("hi")), ("/v1/embeddings", {"input": "hi"}), ("/tokenize", {"content": "hi"})]:
             status, _, answer = await world.post(path, {**body, "wibble": 1})
             assert (status, answer["error"]["reason"]) == (400, "unknown_parameter")
 

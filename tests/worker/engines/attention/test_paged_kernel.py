@@ -124,9 +124,6 @@ def test_no_step_compiles_it_after_the_trial_at_load(tmp_path: Path, monkeypatch
         query = torch.zeros(rows, 24, 32, dtype=torch.float16, device=DEVICE)
         graph = torch.ones(rows, 5 + width, dtype=torch.int64, device=DEVICE)
         other = torch.ones(rows * width + rows, dtype=torch.int64, device=DEVICE)
-        for blocks, lengths in (
-            (graph[:, 5:], graph[:, 3]),
-            (other[:-rows].view(rows, width), other[-rows:]),
-        ):
+        for blocks, lengths in ((graph[:, 5:], graph[:, 3]), (other[:-rows].view(rows, width), other[-rows:])):
             paged_kernel.attend(query, pool.keys[0], pool.values[0], blocks, lengths, window=window, scaling=None)
     assert list(tmp_path.iterdir()) == []

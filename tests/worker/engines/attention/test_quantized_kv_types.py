@@ -93,12 +93,7 @@ def test_nan_stays_nan(name: str, wrong: float) -> None:
 # Text
 
 SYSTEM = words(35)
-PROMPTS = (
-    *((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 14, 40)),
-    SYSTEM,
-    SYSTEM[:18],
-    words(3, seed=9),
-)
+PROMPTS = (*((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 14, 40)), SYSTEM, SYSTEM[:18], words(3, seed=9))
 
 
 def expected(model: Any, name: str) -> list[list[int]]:

@@ -328,13 +328,7 @@ def test_what_the_checkpoint_sets_without_effect_is_logged_once(folder: Path, ca
     )
     assert Vocabulary(tokenizer, config, folder).rules.never == {5}
     assert caplog.text == ""
-    edit(
-        path,
-        encoder_no_repeat_ngram_size=3,
-        typical_p=0.9,
-        eta_cutoff=0.1,
-        bad_words_ids=[[5, 6], [7], [[8]], 9],
-    )
+    edit(path, encoder_no_repeat_ngram_size=3, typical_p=0.9, eta_cutoff=0.1, bad_words_ids=[[5, 6], [7], [[8]], 9])
     assert Vocabulary(tokenizer, config, folder).rules.never == {5, 7}
     unused = "encoder_no_repeat_ngram_size, typical_p, eta_cutoff, bad_words_ids of several tokens"
     assert [record.message for record in caplog.records] == [f"generation_config.json: {unused} has no effect"]
@@ -469,10 +463,7 @@ _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
         ),
         (changed(model_type=None), ["names no model_type"]),
         (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight", "fetch the snapshot again"]),
-        (
-            changed(intermediate_size=96),
-            ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"],
-        ),
+        (changed(intermediate_size=96), ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
         (changed(num_attention_heads="many"), ["config.json", "llama"]),
         (
             changed(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),

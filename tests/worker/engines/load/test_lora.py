@@ -50,10 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 Expected = dict[tuple[str, tuple[int, ...]], list[int]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=FAMILIES,
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, overrides = FAMILIES[request.param]
     return tiny.make(family, tmp_path_factory.mktemp("snapshot"), **overrides)

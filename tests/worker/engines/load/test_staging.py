@@ -105,9 +105,7 @@ def test_adjacent_tensors_are_read_together(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
 
 
-def test_tied_weights_stay_tied_and_buffers_are_moved_too(
-    stored: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
+def test_tied_weights_stay_tied_and_buffers_are_moved_too(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
     file = WeightFile(stored[0])
     model = Holder(file)
     model.tied = model.get_parameter("a")

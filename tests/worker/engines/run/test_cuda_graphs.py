@@ -128,9 +128,7 @@ def decodes(blocks: BlockAllocator, count: int) -> Batch:
     return tuple(batch)
 
 
-def test_rows_of_padding_write_the_same_as_the_first_row(
-    world: tuple[GraphRunner, KvPool, BlockAllocator],
-) -> None:
+def test_rows_of_padding_write_the_same_as_the_first_row(world: tuple[GraphRunner, KvPool, BlockAllocator]) -> None:
     fixed, pool, blocks = world
     batch = decodes(blocks, 3)
     before = [store.clone() for store in (*pool.keys, *pool.values)]

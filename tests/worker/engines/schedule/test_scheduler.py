@@ -49,12 +49,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
         batch = scheduler.next(99)
         seen.append(parts(batch))
         advance(scheduler, batch)
-    assert seen == [
-        [(1, 2, 1), (2, 0, 4)],
-        [(1, 3, 1), (2, 4, 4)],
-        [(1, 4, 1), (2, 8, 2)],
-        [(1, 5, 1), (2, 10, 1)],
-    ]
+    assert seen == [[(1, 2, 1), (2, 0, 4)], [(1, 3, 1), (2, 4, 4)], [(1, 4, 1), (2, 8, 2)], [(1, 5, 1), (2, 10, 1)]]
     assert computed == [0, 4, 8, 0]
 
 
