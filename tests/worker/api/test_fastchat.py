@@ -88,14 +88,6 @@ async def test_unsupported_fields_are_rejected_in_fastchats_format(field: dict[s
         assert next(iter(field)) in answer["text"]
 
 
-async def test_stop_token_ids_end_an_answer() -> None:
-    async with serving() as world:
-        [space] = world.engine.tokenizer.encode(" ", add_special_tokens=False)
-        body = {"prompt": "hi", "echo": False, "stop_token_ids": [space]}
-        status, _, answer = await world.post("/worker_generate", body)
-        assert (status, answer["text"], answer["finish_reason"]) == (200, "0 Grüße,", "stop")
-
-
 async def test_a_failed_stream_ends_with_an_error_frame() -> None:
     async with serving() as world:
         data = await world.failed_stream(PATH, {"prompt": "fail-later"})

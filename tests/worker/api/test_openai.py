@@ -46,20 +46,6 @@ async def test_every_field_of_a_chat_reaches_the_engine() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("body", "tokens"),
-    [
-        ({}, None),
-        ({"max_tokens": 5}, 5),
-        ({"max_completion_tokens": 6}, 6),
-        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
-        ({"max_tokens": -1}, None),
-    ],
-)
-async def test_the_token_limit_has_two_names(body: dict[str, Any], tokens: int | None) -> None:
-    assert (await only(body)).max_tokens == tokens
-
-
 async def test_the_newer_name_of_the_token_limit_takes_precedence_and_the_older_is_reported() -> None:
     for older, ignored in ((6, ()), (5, ("max_tokens",)), (-1, ("max_tokens",))):
         call = await openai.chat({**CHAT, "max_tokens": older, "max_completion_tokens": 6}, model())

@@ -31,7 +31,6 @@ from tests.worker.loaded import (
     options,
     reference,
     serving,
-    words,
 )
 from tests.worker.stepped import journaled
 from worker.engines.transformers.device.cores import StepThreads
@@ -48,7 +47,6 @@ from worker.errors import (
 )
 from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
 from worker.protocol.events import Exit, Progress, Pulse
-from worker.protocol.memory import BLOCK_TOKENS
 
 CTX, EOS = 128, 1
 PROMPT = (9, 41, 70, 77, 80)
@@ -105,14 +103,6 @@ async def test_an_invalid_request_is_rejected_and_no_other_ends(
     with pytest.raises(error):
         await collect_choices(engine, generation(prompt, **changes))
     assert (await rest(stream, collected)).tokens == generated(model, PROMPT, 12)
-
-
-async def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(llama: Path) -> None:
-    async with serving(load(llama, ctx_size=32)) as engine:
-        with pytest.raises(ContextExceeded) as stage_done:
-            await complete_one(engine, (5,) * 32)
-        assert stage_done.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
-        assert (await complete_one(engine, (5,) * 31, max_tokens=2)).finish == "length"
 
 
 async def test_max_tokens_beyond_the_context_ends_with_length_at_its_last_token(engine: TransformersEngine) -> None:
@@ -659,19 +649,6 @@ async def test_a_long_prompt_reports_progress_on_request(engine: TransformersEng
     assert first.done == first.cached == last.cached > 0, "what was found of it comes first"
     assert last.done == 40
     assert not any(each.progress for each in (await complete_one(engine, prompt, max_tokens=2)).deltas)
-
-
-async def test_prompts_asked_in_turn_are_found_again_although_there_are_more_of_them_than_sequences(
-    llama: Path, model: Any
-) -> None:
-    """Twelve prompts of a quarter of a context through eight sequences."""
-    prompts = [words(CTX // 2 - 1, seed) for seed in range(12)]
-    async with serving(load(llama, ctx_size=2 * CTX, parallel=8)) as engine:
-        first, second = [[await complete_one(engine, prompt, max_tokens=4) for prompt in prompts] for _ in range(2)]
-    assert [answer.cached_tokens for answer in first] == [0] * 12
-    assert [answer.cached_tokens for answer in second] == [(CTX // 2 - 1) // BLOCK_TOKENS * BLOCK_TOKENS] * 12
-    for prompt, before, after in zip(prompts, first, second, strict=True):
-        assert after.tokens == before.tokens == generated(model, prompt, 4)
 
 
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:

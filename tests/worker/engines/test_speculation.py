@@ -590,18 +590,8 @@ async def test_the_draft_model_reads_a_cached_prefix_only_once(llama: Path) -> N
 
 # Of each way in which models that run by their own forward tell positions apart one.
 ALIGNED = (
-    "bart",
-    "bloom",
-    "cohere2",
-    "deepseek_v2",
-    "falcon",
-    "gemma2",
-    "gpt_neo",
-    "gpt_oss",
-    "gptj",
-    "llama4_text",
-    "t5",
-)
+    "bart", "bloom", "cohere2", "deepseek_v2", "falcon", "gemma2", "gpt_neo", "gpt_oss", "gptj", "llama4_text", "t5"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ALIGNED)

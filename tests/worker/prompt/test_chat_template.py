@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.worker import serving
-from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, RequestError, StartError, UnsupportedField
 from worker.prompt import chat_template
 from worker.prompt.body_reader import BodyFields
 from worker.prompt.chat_template import ChatTemplate
@@ -329,14 +329,6 @@ def test_variables_of_the_preset_are_an_object(variables: str) -> None:
     with pytest.raises(StartError) as caught:
         template(variables=variables)
     assert caught.value.exit == Exit.USAGE
-
-
-def test_a_model_without_a_template_cannot_chat() -> None:
-    tokenizer = serving.bare_tokenizer()
-    made = ChatTemplate(tokenizer, text="", variables="")
-    assert not made.exists
-    with pytest.raises(UnsupportedByModel, match="/v1/completions"):
-        prompt(said(USER), made)
 
 
 @pytest.mark.parametrize(

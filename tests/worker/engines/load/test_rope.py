@@ -67,23 +67,6 @@ async def test_keys_give_the_text_of_a_config_written_by_hand(
     assert await text(folder, rope=json.dumps(keys)) == expected
 
 
-@pytest.mark.parametrize(
-    ("override", "parameters"),
-    [
-        ({"rope_theta": 300.0}, {"rope_type": "default", "rope_theta": 300.0}),
-        ({"rope_parameters": {"rope_theta": 300.0}}, {"rope_type": "default", "rope_theta": 300.0}),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}},
-         {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA}),
-    ],
-)  # fmt: skip
-async def test_an_override_has_an_effect_by_old_and_new_names(
-    folder: Path, override: dict[str, Any], parameters: dict[str, Any]
-) -> None:
-    expected = by_hand(folder, PROMPT, rope_parameters=parameters)
-    assert expected != by_hand(folder, PROMPT)
-    assert await text(folder, config_override=json.dumps(override)) == expected
-
-
 def test_router_and_worker_grow_the_context_alike(folder: Path) -> None:
     for keys, longest in (
         ({"rope-scale": 4.0}, 1024),

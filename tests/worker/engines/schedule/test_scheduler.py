@@ -8,16 +8,6 @@ from worker.interface import PromptImage, PromptImages
 from worker.protocol.memory import PROMPT_LOGITS
 
 
-def drain(scheduler: Scheduler) -> list[int]:
-    """Run to the end. Return the ids of the sequences in the order in which they end."""
-    ended: list[int] = []
-    for _ in range(10_000):
-        if not scheduler.has_work:
-            return ended
-        ended += advance(scheduler, scheduler.next(99))
-    raise AssertionError("a sequence never ends")
-
-
 def parts(batch: Batch) -> list[tuple[int, int, int]]:
     return [(segment.sequence.id, segment.start, segment.length) for segment in batch]
 
@@ -69,13 +59,6 @@ def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
     for _ in range(10):
         advance(scheduler, scheduler.next(99))
     assert long.output_tokens, "it gets half of every step at least"
-
-
-def test_sequences_are_admitted_in_order_of_arrival() -> None:
-    scheduler = Scheduler(RowAllocator(1), chunk=8)
-    for id in (3, 1, 2):
-        scheduler.add(sequence(id, prompt=2, limit=1))
-    assert drain(scheduler) == [3, 1, 2]
 
 
 def test_a_place_is_taken_in_the_very_next_step_after_it_is_free() -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,8 +9,6 @@ from worker.engines.transformers.schedule.sequence import (
     PenaltyCounts,
     RepeatedNgrams,
     Sequence,
-    TokenRules,
-    output_limit,
 )
 from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import GenerationRequest, SamplingParams
@@ -20,30 +17,6 @@ from worker.interface import GenerationRequest, SamplingParams
 def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence:
     request = GenerationRequest(id="r", prompt=tuple(range(10, 10 + prompt)), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
     return Sequence.of(request, id=1, limit=limit, ends={99}, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "asked", "limit"), [(10, None, 90), (10, 20, 20), (10, 500, 90), (99, 30, 1), (10, 0, 0)]
-)
-def test_the_answer_is_as_long_as_asked_and_never_beyond_the_context(
-    prompt: int, asked: int | None, limit: int
-) -> None:
-    assert output_limit(prompt, asked, ctx_size=100) == limit
-
-
-def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
-    assert sequence().append(99) == "stop"
-    long = sequence(limit=2)
-    assert (long.append(1), long.append(2)) == (None, "length")
-    assert long.output_tokens == 2
-
-
-def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -> None:
-    patient = sequence(min_tokens=1)
-    assert patient.forbidden_ends(patient.output_tokens) == patient.ends
-    patient.append(5)
-    assert not patient.forbidden_ends(patient.output_tokens)
-    assert sequence(ignore_eos=True).forbidden_ends(9) == sequence().ends
 
 
 def test_a_sequence_without_repeated_ngrams_drafts_nothing() -> None:
@@ -68,30 +41,6 @@ def test_a_token_that_would_repeat_an_ngram_is_forbidden(
     expected = {token for token in range(4) if (*tokens[len(tokens) - size + 1 :], token)[-size:] in before}
     assert set(ngrams.forbidden()) == expected
     assert len(ngrams.forbidden()) == len(expected), "each once, as a long text may repeat one often"
-
-
-def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:
-    rules = TokenRules(never=frozenset({1}), never_first=frozenset({2}))
-    assert [rules.forbidden(place) for place in (0, 1, 2)] == [{1, 2}, {1}, {1}]
-    forced = TokenRules(never=frozenset({1}), never_first=frozenset({2}), first=5)
-    assert [forced.forbidden(place) for place in (0, 1, 2)] == [{1}, {1, 2}, {1}], "the first token is forced"
-
-
-def test_a_checkpoint_forces_the_first_token_and_the_one_at_the_limit() -> None:
-    rules = TokenRules(first=5, last=1)
-    assert [rules.forced(place, 3) for place in (0, 1, 2)] == [5, None, 1]
-    assert rules.forced(0, 1) == 1, "of an output of one token, the last one"
-    assert TokenRules().forced(0, 1) is None
-
-
-def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:
-    fresh = sequence()
-    assert (fresh.pending, fresh.is_decoding) == (3, False)
-    fresh.computed = 3
-    fresh.append(7)
-    assert (fresh.pending, fresh.is_decoding) == (1, True)
-    fresh.restart()
-    assert (fresh.pending, fresh.is_decoding, fresh.preempted) == (4, False, True)
 
 
 @settings(max_examples=200)
