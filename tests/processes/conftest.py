@@ -37,6 +37,7 @@ async def real(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     once."""
     folder = tmp_path_factory.mktemp("real")
     environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN": SECRET}
-    async with shared_router(folder, "--fork-server", environ=environ) as running:
+    registrations = ("--registration-dirs", str(tmp_path_factory.getbasetemp()))
+    async with shared_router(folder, "--fork-server", *registrations, environ=environ) as running:
         await running.says("is warm")
         yield running

@@ -28,11 +28,12 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate
 from tests import lora, tiny, tiny_vision
+from tests.processes.forking import parent
 from tests.processes.routers import DEADLINE, Router, router
 from tests.rankers import ranker
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES, MIB
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 TOLERANCE = 0.05
 MODELS = {"a": "llama", "b": "qwen3", "c": "gpt2", "d": "llama"}  # the estimate of "d" is learned from "a"
@@ -135,6 +136,19 @@ async def is_charged_what_it_takes(up: Router, name: str) -> None:
             excess, most = difference(row["pid"], row["reserved"]["cpu"])
             if 0 <= excess <= most:
                 return
+
+
+@asynccontextmanager
+async def loaded(up: Router, name: str) -> AsyncIterator[None]:
+    """Load a model, compare the reservations in the block, and unload it."""
+    assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
+    await up.becomes(name, "loaded")
+    await is_charged_what_it_takes(up, name)
+    async with never_exceeding(up, parent((await up.workers())[name])):
+        yield
+        await is_charged_what_it_takes(up, name)
+    assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
+    await up.has_no_workers()
 
 
 async def fork_server_of(up: Router) -> int:
@@ -266,24 +280,17 @@ async def ask_at_once(up: Router, name: str, *lengths: int, max_tokens: int) -> 
     assert set(await asyncio.gather(*asked)) == {200}
 
 
-async def test_models_in_bfloat16_are_charged_what_they_take(tmp_path: Path) -> None:
-    async with router("--models-preset", str(write_presets_in_bfloat16(tmp_path)), "--fork-server") as up:
-        fork_server = await fork_server_of(up)
-        for name in ("embedder", "small", "large", "drafting"):
-            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
-            await up.becomes(name, "loaded")
-            await is_charged_what_it_takes(up, name)
-            async with never_exceeding(up, fork_server):
-                if name == "embedder":
-                    await ask_others(up, name)
-                else:
-                    await ask_at_once(up, name, *[120] * 6, max_tokens=100)
-                    for first in (1, 3, 5):  # attention needs code for each length, and 75 are more than are kept
-                        await ask_at_once(up, name, *range(first, 150, 6), max_tokens=1)
-                    await ask_at_once(up, name, 1, 3, max_tokens=40)
-                await is_charged_what_it_takes(up, name)
-            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
-            await up.has_no_workers()
+async def test_models_in_bfloat16_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
+    await real.serve_presets(write_presets_in_bfloat16(tmp_path).read_text())
+    for name in ("embedder", "small", "large", "drafting"):
+        async with loaded(real, name):
+            if name == "embedder":
+                await ask_others(real, name)
+            else:
+                await ask_at_once(real, name, *[120] * 6, max_tokens=100)
+                for first in (1, 3, 5):  # attention needs code for each length, and 75 are more than are kept
+                    await ask_at_once(real, name, *range(first, 150, 6), max_tokens=1)
+                await ask_at_once(real, name, 1, 3, max_tokens=40)
 
 
 def write_presets_of_experts(folder: Path) -> Path:
@@ -295,37 +302,21 @@ def write_presets_of_experts(folder: Path) -> Path:
     return ini
 
 
-async def test_larger_models_with_experts_are_charged_what_they_take(tmp_path: Path) -> None:
-    async with router("--models-preset", str(write_presets_of_experts(tmp_path)), "--fork-server") as up:
-        fork_server = await fork_server_of(up)
-        for _ in range(2):
-            assert (await up.client.post("/models/load", json={"model": "experts"})).status_code == 200
-            await up.becomes("experts", "loaded")
-            await is_charged_what_it_takes(up, "experts")
-            async with never_exceeding(up, fork_server):
-                for length in (1, 40, LONG - 8, 40, LONG - 8):
-                    assert await ask(up, "experts", prompt=[5 + at * at % 300 for at in range(length)]) == 200
-                same = {"prompt": [7] * (LONG - 8), "top_p": 0.9}  # all tokens have the same experts
-                assert set(await asyncio.gather(*(ask(up, "experts", **same, seed=seed) for seed in range(4)))) == {200}
-                await is_charged_what_it_takes(up, "experts")
-            assert (await up.client.post("/models/unload", json={"model": "experts"})).status_code == 200
-            await up.has_no_workers()
+async def test_larger_models_with_experts_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
+    await real.serve_presets(write_presets_of_experts(tmp_path).read_text())
+    for _ in range(2):
+        async with loaded(real, "experts"):
+            for length in (1, 40, LONG - 8, 40, LONG - 8):
+                assert await ask(real, "experts", prompt=[5 + at * at % 300 for at in range(length)]) == 200
+            same = {"prompt": [7] * (LONG - 8), "top_p": 0.9}  # all tokens have the same experts
+            assert set(await asyncio.gather(*(ask(real, "experts", **same, seed=seed) for seed in range(4)))) == {200}
 
 
-async def test_models_with_drafts_or_adapters_are_charged_what_they_take(tmp_path: Path) -> None:
-    ini = write_presets_of_additions(tmp_path)
-    folders = ("--registration-dirs", str(tmp_path))
-    async with router("--models-preset", str(ini), *folders, "--fork-server") as up:
-        fork_server = await fork_server_of(up)
-        for name in ("lookup", "drafting", "adapters", "adapters"):  # the second time what it takes is learned
-            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
-            await up.becomes(name, "loaded")
-            await is_charged_what_it_takes(up, name)
-            async with never_exceeding(up, fork_server):
-                await ask_with_additions(up, name, tmp_path)
-                await is_charged_what_it_takes(up, name)
-            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
-            await up.has_no_workers()
+async def test_models_with_drafts_or_adapters_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
+    await real.serve_presets(write_presets_of_additions(tmp_path).read_text())
+    for name in ("lookup", "drafting", "adapters", "adapters"):  # the second time what it takes is learned
+        async with loaded(real, name):
+            await ask_with_additions(real, name, tmp_path)
 
 
 def write_presets_of_vision(folder: Path) -> Path:
@@ -345,49 +336,42 @@ async def show(up: Router, name: str, *sizes: tuple[int, int]) -> int:
     return (await up.client.post("/v1/chat/completions", json=body)).status_code
 
 
-async def test_models_with_images_are_charged_what_they_take(tmp_path: Path) -> None:
-    async with router("--models-preset", str(write_presets_of_vision(tmp_path)), "--fork-server") as up:
-        fork_server = await fork_server_of(up)
-        for name in ("idefics3", "llava", "llava"):  # the second time what it takes is learned
-            assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
-            await up.becomes(name, "loaded")
-            await is_charged_what_it_takes(up, name)
-            async with never_exceeding(up, fork_server):
-                await fill(up, name)
-                await is_charged_what_it_takes(up, name)
-                for side in (40, 1024, 4096):
-                    assert await show(up, name, (side, side)) == 200
-                    several = (show(up, name, (side, side), (side // 2, side)) for _ in range(3))
-                    assert set(await asyncio.gather(*several)) == {200}
-                    await fill(up, name)
-                    await is_charged_what_it_takes(up, name)
-            assert (await up.client.post("/models/unload", json={"model": name})).status_code == 200
-            await up.has_no_workers()
+async def test_models_with_images_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
+    await real.serve_presets(write_presets_of_vision(tmp_path).read_text())
+    for name in ("idefics3", "llava", "llava"):  # the second time what it takes is learned
+        async with loaded(real, name):
+            await fill(real, name)
+            await is_charged_what_it_takes(real, name)
+            for side in (40, 1024, 4096):
+                assert await show(real, name, (side, side)) == 200
+                several = (show(real, name, (side, side), (side // 2, side)) for _ in range(3))
+                assert set(await asyncio.gather(*several)) == {200}
+                await fill(real, name)
+                await is_charged_what_it_takes(real, name)
 
 
-async def test_requests_and_grammars_are_charged_before_they_take_memory(tmp_path: Path) -> None:
+async def test_requests_and_grammars_are_charged_before_they_take_memory(real: Router, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}}
-    async with router("--models-preset", str(write_presets(tmp_path)), "--fork-server") as up:
-        fork_server = await fork_server_of(up)
+    await real.serve_presets(write_presets(tmp_path).read_text())
+    for name in ("a", "b"):
+        assert await ask(real, name) == 200
+    async with never_exceeding(real, parent((await real.workers())["a"])):
         for name in ("a", "b"):
-            assert await ask(up, name) == 200
-        async with never_exceeding(up, fork_server):
-            for name in ("a", "b"):
-                await fill(up, name)
-                for seed in range(40):
-                    assert await ask(up, name, seed=seed, top_p=0.5) == 200
-                await is_charged_what_it_takes(up, name)
-                for number in range(16):
-                    assert await ask(up, name, guided_json={**schema, "title": str(number)}) == 200
-                await is_charged_what_it_takes(up, name)
-                for count in (*range(60, 72), 200):
-                    # 20 MiB each, and 40 while it is compiled; 68 for the last one, which the step loop rejects.
-                    status = await ask(up, name, guided_regex=f"(a{{1000}}){{{count}}}")
-                    assert status == (200 if count < 200 else 400)
-                many = {f"p{number}": {"type": "string"} for number in range(7000)}
-                schema_of_many = {"type": "object", "properties": many, "required": list(many)}
-                assert await ask(up, name, guided_json=schema_of_many) == 200
-                await is_charged_what_it_takes(up, name)
+            await fill(real, name)
+            for seed in range(40):
+                assert await ask(real, name, seed=seed, top_p=0.5) == 200
+            await is_charged_what_it_takes(real, name)
+            for number in range(16):
+                assert await ask(real, name, guided_json={**schema, "title": str(number)}) == 200
+            await is_charged_what_it_takes(real, name)
+            for count in (*range(60, 72), 200):
+                # 20 MiB each, and 40 while it is compiled; 68 for the last one, which the step loop rejects.
+                status = await ask(real, name, guided_regex=f"(a{{1000}}){{{count}}}")
+                assert status == (200 if count < 200 else 400)
+            many = {f"p{number}": {"type": "string"} for number in range(7000)}
+            schema_of_many = {"type": "object", "properties": many, "required": list(many)}
+            assert await ask(real, name, guided_json=schema_of_many) == 200
+            await is_charged_what_it_takes(real, name)
 
 
 async def test_the_first_worker_and_the_fork_server_stay_within_a_tight_limit(tmp_path: Path) -> None:
