@@ -14,7 +14,7 @@ PARALLEL, CTX = 64, 1024
 REQUESTS = 4  # whole contexts that fit beside the least
 SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}  # 16 KiB a token
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 def model(folder: Path) -> Path:
@@ -39,29 +39,29 @@ async def ask(up: Router, number: int) -> int:
     return tokens
 
 
-async def test_64_requests_at_once_are_answered_through_a_pool_for_a_few(tmp_path: Path) -> None:
+async def test_64_requests_at_once_are_answered_through_a_pool_for_a_few(up: Router, tmp_path: Path) -> None:
     file = model(tmp_path)
-    async with router("--models-preset", str(file)) as up:
-        found = await plan(up)
-        least, most = found["kv_cache"]["least"]["bytes"], found["kv_cache"]["most"]["bytes"]
-        assert most == PARALLEL * least, "most of the device is the cache"
-        limit = -(-(found["needs"][0] + REQUESTS * least) // MIB)
+    await up.serve_presets(file.read_text())
+    found = await plan(up)
+    least, most = found["kv_cache"]["least"]["bytes"], found["kv_cache"]["most"]["bytes"]
+    assert most == PARALLEL * least, "most of the device is the cache"
+    limit = -(-(found["needs"][0] + REQUESTS * least) // MIB)
     options = ("--models-preset", str(file), "--device-limit", f"cpu={limit + 1}", "--models-memory-margin", "1")
-    async with router(*options) as up:
-        for _ in range(2):  # the second load is planned with what was learned from the first one
-            requests = [asyncio.create_task(ask(up, number)) for number in range(PARALLEL)]
+    async with router(*options) as small:
+        for count in (PARALLEL, 8):  # the second load is planned with what was learned from the first one
+            requests = [asyncio.create_task(ask(small, number)) for number in range(count)]
             while not all(request.done() for request in requests):
                 await asyncio.wait(requests, timeout=0.2)
-                await within_reservation(up, limit * MIB)
-            assert [request.result() for request in requests] == [40] * PARALLEL
-            cache = (await up.status("m"))["kv_cache"]
+                await within_reservation(small, limit * MIB)
+            assert [request.result() for request in requests] == [40] * count
+            cache = (await small.status("m"))["kv_cache"]
             assert (
                 CTX == cache["least"]["tokens"] < cache["granted"]["tokens"] < cache["most"]["tokens"] == PARALLEL * CTX
             )
             assert cache["granted"]["tokens"] < 12 * CTX, "a few requests"
-            assert (await up.status("m"))["pulse"]["cache"]["total"] == cache["granted"]["tokens"]
-            assert (await up.client.post("/models/unload", json={"model": "m"})).status_code == 200
-            await up.has_no_workers()
+            assert (await small.status("m"))["pulse"]["cache"]["total"] == cache["granted"]["tokens"]
+            assert (await small.client.post("/models/unload", json={"model": "m"})).status_code == 200
+            await small.has_no_workers()
 
 
 async def within_reservation(up: Router, limit: int) -> None:
