@@ -210,9 +210,9 @@ class Pipeline:
         """Raises BadRequest, EncodingUnsupported, Forbidden."""
         access, outlet = self._registry.access, incoming.outlet
         outlet.check_framing()
-        access.check_host(outlet)
+        access.check_host(outlet.headers)
         if incoming.method != "OPTIONS":  # a preflight asks for permission; the CORS headers of its response decide
-            access.check_origin(outlet, changes_state=incoming.changes_state)
+            access.check_origin(outlet.headers, changes_state=incoming.changes_state)
 
     def _authenticate(self, incoming: Incoming) -> None:
         """Raises Unauthorized, Forbidden; BadRequest for a flag in the query that is neither true nor false."""
@@ -220,7 +220,7 @@ class Pipeline:
         if route is None:  # the 404 or 405 that follows needs no key
             return
         level = AccessLevel.ADMIN if query and any(query.get(name) for name in route.admin_query) else route.access
-        incoming.key = self._registry.access.authorize(incoming.outlet, level)
+        incoming.key = self._registry.access.authorize(incoming.outlet.headers, level)
         for name in FLAGS if query else ():
             flag(query, name)  # rejected even where the route does not use it
 

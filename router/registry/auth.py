@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -31,16 +30,8 @@ EXPOSED = "X-Request-Id, X-Router-Model, X-Ignored-Fields, X-Should-Retry, Retry
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
-class HasHeaders(Protocol):
-    """A request, as far as these rules read it."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """All headers, by lower-case name."""
-
-
 class Access:
-    """The access rules of one router. A reload replaces `keys`."""
+    """The access rules of one router, on the headers of requests (by lower-case name). A reload replaces `keys`."""
 
     def __init__(self, keys: Sequence[ApiKey], settings: Settings):
         self.keys = tuple(keys)
@@ -51,12 +42,12 @@ class Access:
         # Host headers that passed the check. The rule depends on whether keys exist, so that is part of the entry.
         self._allowed_host_headers: set[tuple[str, bool]] = set()
 
-    def identify(self, request: HasHeaders) -> ApiKey | None:
+    def identify(self, headers: Mapping[str, str]) -> ApiKey | None:
         """The key of a request; None if it has none or an unknown one."""
         if not self.keys:
             return NO_KEY
-        presented = request.headers.get("x-api-key", "")
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        presented = headers.get("x-api-key", "")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.casefold() == "bearer" and token.strip():
             presented = token.strip()
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
@@ -66,9 +57,9 @@ class Access:
                 found = key
         return found
 
-    def authorize(self, request: HasHeaders, level: AccessLevel) -> ApiKey:
+    def authorize(self, headers: Mapping[str, str], level: AccessLevel) -> ApiKey:
         """Return the key of a request if it may use routes of `level`. Raises Unauthorized, Forbidden."""
-        key = self.identify(request)
+        key = self.identify(headers)
         if key is None:
             if level is AccessLevel.PUBLIC or (level is AccessLevel.METRICS and self._metrics_public):
                 return ApiKey(name="", digest=b"", admin=False, models=(), max_concurrent=0)
@@ -108,13 +99,13 @@ class Access:
         finally:
             self._running[key.digest] -= 1
 
-    def check_host(self, request: HasHeaders) -> None:
+    def check_host(self, headers: Mapping[str, str]) -> None:
         """Reject Host headers of DNS rebinding attacks. Raises Forbidden, BadRequest.
 
         Without keys the host must be an IP address, a single label, *.localhost, or one of --allowed-hosts. With keys
         the rule only applies if --allowed-hosts is given: a rebound page does not have a key.
         """
-        host = request.headers.get("host")
+        host = headers.get("host")
         if host is None:  # HTTP/1.0; the transport has rejected a missing or second Host in HTTP/1.1
             return
         entry = host, bool(self.keys)
@@ -148,17 +139,17 @@ class Access:
             return True
         return "localhost" in self._origins and origin.isascii() and is_loopback(_hostname(origin))
 
-    def check_origin(self, request: HasHeaders, *, changes_state: bool) -> None:
+    def check_origin(self, headers: Mapping[str, str], *, changes_state: bool) -> None:
         """Reject state-changing requests that pages of other origins make a browser send (CSRF). Raises Forbidden."""
         if not changes_state:
             return
-        origin = request.headers.get("origin")
+        origin = headers.get("origin")
         if origin is not None:
-            if self.allows_origin(origin) or _same_origin(origin, request.headers.get("host", "")):
+            if self.allows_origin(origin) or _same_origin(origin, headers.get("host", "")):
                 return
             raise Forbidden("this origin is not allowed; see --cors-origins", reason="origin_not_allowed")
         # Browsers leave Origin out of some requests, but not Sec-Fetch-Site.
-        if request.headers.get("sec-fetch-site", "").casefold() == "cross-site":
+        if headers.get("sec-fetch-site", "").casefold() == "cross-site":
             raise Forbidden("cross-site requests are not allowed; see --cors-origins", reason="origin_not_allowed")
 
     def cors_headers(self, request: web.Request) -> dict[str, str]:

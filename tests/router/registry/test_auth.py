@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
 from router.config.api_keys import parse_keys
 from router.config.settings import Settings
@@ -18,8 +19,12 @@ def request(headers: Mapping[str, str], method: str = "GET"):  # type: ignore[no
     return make_mocked_request(method, "/", headers={"Host": "localhost", **headers})
 
 
-def bearer(key: str):  # type: ignore[no-untyped-def]
-    return request({"Authorization": f"Bearer {key}"})
+def headers(given: Mapping[str, str]) -> Mapping[str, str]:
+    return CIMultiDict({"Host": "localhost", **given})
+
+
+def bearer(key: str) -> Mapping[str, str]:
+    return headers({"Authorization": f"Bearer {key}"})
 
 
 def keys(text: str) -> Access:
@@ -28,15 +33,15 @@ def keys(text: str) -> Access:
 
 def test_without_keys_everybody_may_do_everything() -> None:
     access = Access((), Settings())
-    assert access.is_admin(access.authorize(request({}), AccessLevel.ADMIN))
+    assert access.is_admin(access.authorize(headers({}), AccessLevel.ADMIN))
 
 
 def test_once_keys_exist_only_the_public_plane_is_open() -> None:
     access = keys(USER)
-    access.authorize(request({}), AccessLevel.PUBLIC)
+    access.authorize(headers({}), AccessLevel.PUBLIC)
     with pytest.raises(Unauthorized):
-        access.authorize(request({}), AccessLevel.USER)
-    for right in (bearer(USER), request({"X-Api-Key": USER}), request({"Authorization": f"bearer {USER}"})):
+        access.authorize(headers({}), AccessLevel.USER)
+    for right in (bearer(USER), headers({"X-Api-Key": USER}), headers({"Authorization": f"bearer {USER}"})):
         access.authorize(right, AccessLevel.USER)
     for wrong in ("", USER.upper(), USER + "x", "é"):
         with pytest.raises(Unauthorized):
@@ -73,18 +78,18 @@ def test_a_key_runs_no_more_at_once_than_it_may() -> None:
 
 def test_metrics_are_public_only_if_configured() -> None:
     with pytest.raises(Unauthorized):
-        keys(USER).authorize(request({}), AccessLevel.METRICS)
+        keys(USER).authorize(headers({}), AccessLevel.METRICS)
     open_ = Access(parse_keys(USER, False), Settings(metrics_public=True))
-    open_.authorize(request({}), AccessLevel.METRICS)
+    open_.authorize(headers({}), AccessLevel.METRICS)
     with pytest.raises(Unauthorized):
-        open_.authorize(request({}), AccessLevel.USER)
+        open_.authorize(headers({}), AccessLevel.USER)
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:8080", "10.1.2.3", "box", "a.localhost"]
 )
 def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
-    Access((), Settings()).check_host(request({"Host": host}))
+    Access((), Settings()).check_host(headers({"Host": host}))
 
 
 @pytest.mark.parametrize(
@@ -96,33 +101,33 @@ def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
 )  # fmt: skip
 def test_other_hosts_are_refused_without_keys(host: str) -> None:
     with pytest.raises(ApiError):
-        Access((), Settings()).check_host(request({"Host": host}))
+        Access((), Settings()).check_host(headers({"Host": host}))
 
 
 def test_hosts_can_be_allowed_and_keys_make_the_check_needless() -> None:
-    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(request({"Host": "ai.example:80"}))
-    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(request({"Host": "x.lan.example"}))
-    Access((), Settings(allowed_hosts=("*",))).check_host(request({"Host": "any.example"}))
-    keys(USER).check_host(request({"Host": "any.example"}))
+    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(headers({"Host": "ai.example:80"}))
+    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(headers({"Host": "x.lan.example"}))
+    Access((), Settings(allowed_hosts=("*",))).check_host(headers({"Host": "any.example"}))
+    keys(USER).check_host(headers({"Host": "any.example"}))
     with pytest.raises(Forbidden):
         Access(parse_keys(USER, False), Settings(allowed_hosts=("ai.example",))).check_host(
-            request({"Host": "evil.example"})
+            headers({"Host": "evil.example"})
         )
 
 
 def test_a_foreign_page_cannot_change_anything() -> None:
     access = Access((), Settings(cors_origins=("https://ui.example", "localhost")))
-    foreign = request({"Origin": "https://evil.example"}, "POST")
+    foreign = headers({"Origin": "https://evil.example"})
     access.check_origin(foreign, changes_state=False)
     with pytest.raises(Forbidden):
         access.check_origin(foreign, changes_state=True)
     with pytest.raises(Forbidden):
-        access.check_origin(request({"Origin": "null"}, "POST"), changes_state=True)
+        access.check_origin(headers({"Origin": "null"}), changes_state=True)
     with pytest.raises(Forbidden):
-        access.check_origin(request({"Sec-Fetch-Site": "cross-site"}, "POST"), changes_state=True)
+        access.check_origin(headers({"Sec-Fetch-Site": "cross-site"}), changes_state=True)
     for origin in ("https://ui.example", "http://localhost:3000", "http://127.0.0.1:1", "http://[::1]:2"):
-        access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
-    own = request({"Origin": "http://box:8080", "Host": "box:8080"}, "POST")
+        access.check_origin(headers({"Origin": origin}), changes_state=True)
+    own = headers({"Origin": "http://box:8080", "Host": "box:8080"})
     Access((), Settings()).check_origin(own, changes_state=True)
 
 
@@ -130,7 +135,7 @@ def test_a_foreign_page_cannot_change_anything() -> None:
 def test_an_origin_that_cannot_be_read_is_foreign(origin: str) -> None:
     access = Access((), Settings(cors_origins=("localhost",)))
     with pytest.raises(Forbidden):
-        access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
+        access.check_origin(headers({"Origin": origin}), changes_state=True)
 
 
 def test_a_preflight_repeats_only_names_of_headers() -> None:
