@@ -92,7 +92,7 @@ def _key(words: list[str], admin: bool) -> ApiKey:
             fields["admin"] = True
         elif name == "name" and re.fullmatch(r"[A-Za-z0-9._@-]{1,64}", value):
             fields["name"] = value
-        elif name == "models" and re.fullmatch(r"[A-Za-z0-9._:/@+*?\[\]!,-]{1,4096}", value):
+        elif name == "models" and value.strip(",") and re.fullmatch(r"[A-Za-z0-9._:/@+*?\[\]!,-]{1,4096}", value):
             fields["models"] = tuple(glob for glob in value.split(",") if glob)
         elif name == "max-concurrent" and re.fullmatch(r"[1-9][0-9]{0,5}", value):
             fields["max_concurrent"] = int(value)

@@ -32,7 +32,7 @@ _BYTES = {
     "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _ACCELERATOR = re.compile(r"(?:cuda:?|gpu:?)?([0-9]{1,3})", re.IGNORECASE)
-_BIAS = re.compile(r"([0-9]{1,9})([+-](?:inf|[0-9]{1,9}(?:\.[0-9]{0,9})?))")
+_BIAS = re.compile(r"([0-9]{1,9})(-inf|[+-][0-9]{1,9}(?:\.[0-9]{0,9})?)")
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
 
 
@@ -473,8 +473,8 @@ class JsonObject(Kind):
         if not text.strip():
             return ""
         try:
-            found = json.loads(text, parse_constant=_no_constant)
-            normal = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+            found = json.loads(text)
+            normal = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             self.fail(f"{shown(text)} is not JSON")
         if not isinstance(found, dict):
@@ -523,7 +523,3 @@ def _items(text: str) -> list[str]:
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise click.BadParameter(f"{shown(text)} is not a JSON list of strings")
     return items
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")

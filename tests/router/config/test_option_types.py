@@ -116,6 +116,7 @@ def test_a_text_is_converted(kind: Kind, text: str, value: Any) -> None:
         (JsonObject(), "[1]", "not a JSON object"),
         (JsonObject(), "{", "not JSON"),
         (JsonObject(), '{"a": NaN}', "not JSON"),
+        (JsonObject(), '{"a": 1e999}', "not JSON"),
         (JsonObject(), '{"a": "\\udc00"}', "surrogate"),
         (JsonObject(), '{"a":' * 100_000, "not JSON"),
     ],

@@ -141,6 +141,7 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("ctk = f16\nctv = q8_0", "ctv: ctk is f16, and both must agree; write one kv-cache-dtype"),
         ("config-override = {]", 'config-override: "{]" is not JSON'),
         ("logit-bias = 5", 'logit-bias: "5" is not a token id with a bias; write 15043+1 or 15043-inf'),
+        ("logit-bias = 5+inf", 'logit-bias: "5+inf" is not a token id with a bias; write 15043+1 or 15043-inf'),
         ("samplers = top_k;best", "is not a list of samplers, each once, among penalties"),
         ("samplers = kk", "is not a list of samplers"),
         ("json-schema = [1]", 'json-schema: "[1]" is not a JSON object'),

@@ -206,6 +206,7 @@ sha256:{sha("three").hex()} admin name=root
         ("a\n\nsecret1\na", "keys:4: the same key as in line 1"),
         ("secret1 max-concurrent=0", "keys:1: max-concurrent= needs a number of 1 or more"),
         ("secret1 name=", "keys:1: name= needs a plain value"),
+        ("secret1 models=,", "keys:1: models= needs a plain value"),
         ("secret1 models=a admin", "keys:1: an admin key may use every model"),
         ("secret1 secret2", "keys:1: after the key only name=, admin, models= and max-concurrent= may stand"),
     ],
