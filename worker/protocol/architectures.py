@@ -8,36 +8,11 @@ import re
 from collections.abc import Mapping
 
 # Decoders with plain attention, which run on the paged backend. All others run on the aligned backend.
-PAGED = frozenset(
-    {
-        "cohere",
-        "exaone4",
-        "gemma",
-        "gemma3_text",
-        "glm4",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "opt",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "starcoder2",
-    }
-)
+PAGED = frozenset({
+    "cohere", "exaone4", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "llama",
+    "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+})  # fmt: skip
 
 # Other tested families. They run on the aligned backend.
 ALIGNED = frozenset({
