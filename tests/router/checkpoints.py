@@ -42,9 +42,6 @@ checkpoints = st.builds(
     state_elements=st.sampled_from([0, 5000]),
 )
 presets = st.builds(
-    preset,
-    ctx_size=st.integers(1, 40000),
-    parallel=st.integers(1, 32),
-    prefill_chunk=st.integers(1, 2048),
+    preset, ctx_size=st.integers(1, 40000), parallel=st.integers(1, 32), prefill_chunk=st.integers(1, 2048),
     attention=st.sampled_from(["auto", "eager"]),
-)
+)  # fmt: skip

@@ -12,14 +12,9 @@ from router.config.resolve import LoadedPresets, load
 from tests.router.preset_texts import Disk
 
 FOLDERS = (
-    "/home/me/llama",
-    "/home/me/a/llama",
-    "/home/me/b/llama",
-    "/x y/-odd (1)",
-    "/home/me/org/name",
-    "/x/me/llama",
+    "/home/me/llama", "/home/me/a/llama", "/home/me/b/llama", "/x y/-odd (1)", "/home/me/org/name", "/x/me/llama",
     "/y/me/llama",
-)
+)  # fmt: skip
 CACHED = "/hub/models--org--cached/snapshots/0123456789abcdef"
 
 

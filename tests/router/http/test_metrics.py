@@ -196,17 +196,9 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
 
 
 PULSE = Pulse(
-    steps=9,
-    running=1,
-    waiting=2,
-    measured={"cpu": GIB},
-    parallel=4,
-    prefill_rate=120.5,
-    decode_rate=33.0,
-    cache_used=300,
-    cache_reusable=50,
-    cache_total=1200,
-)
+    steps=9, running=1, waiting=2, measured={"cpu": GIB}, parallel=4, prefill_rate=120.5, decode_rate=33.0,
+    cache_used=300, cache_reusable=50, cache_total=1200,
+)  # fmt: skip
 
 
 @virtual

@@ -6,26 +6,15 @@ from router.launch.interface import Verb
 from router.launch.spawn import environment, secrets
 
 PLANTED = {
-    "HF_TOKEN": "hf_planted",
-    "HUGGING_FACE_HUB_TOKEN": "hf_planted_too",
-    "ROUTER_API_KEY": "sk-planted",
-    "OPENAI_API_KEY": "sk-planted-too",
-    "AWS_SECRET_ACCESS_KEY": "aws-planted",
-    "DATABASE_URL": "postgres://u:planted@h/d",
-    "LD_PRELOAD": "/tmp/planted.so",
-    "PYTHONSTARTUP": "/tmp/planted.py",
+    "HF_TOKEN": "hf_planted", "HUGGING_FACE_HUB_TOKEN": "hf_planted_too", "ROUTER_API_KEY": "sk-planted",
+    "OPENAI_API_KEY": "sk-planted-too", "AWS_SECRET_ACCESS_KEY": "aws-planted",
+    "DATABASE_URL": "postgres://u:planted@h/d", "LD_PRELOAD": "/tmp/planted.so", "PYTHONSTARTUP": "/tmp/planted.py",
     "CUDA_VISIBLE_DEVICES": "0,1,2,3",
-}
+}  # fmt: skip
 ORDINARY = {
-    "PATH": "/bin",
-    "HOME": "/home/u",
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C",
-    "TMPDIR": "/var/tmp",
-    "HF_HOME": "/data/hf",
-    "CUDA_CACHE_PATH": "/data/cuda",
-    "LD_LIBRARY_PATH": "/usr/local/cuda/lib64",
-}
+    "PATH": "/bin", "HOME": "/home/u", "LANG": "C.UTF-8", "LC_ALL": "C", "TMPDIR": "/var/tmp", "HF_HOME": "/data/hf",
+    "CUDA_CACHE_PATH": "/data/cuda", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64",
+}  # fmt: skip
 NETWORK = {"HTTPS_PROXY": "http://u:pw@proxy:3128", "HF_ENDPOINT": "https://mirror", "SSL_CERT_FILE": "/etc/ca.pem"}
 VERBS: tuple[Verb, ...] = ("download", "convert", "estimate", "serve")
 

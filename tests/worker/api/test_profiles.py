@@ -15,13 +15,9 @@ pytestmark = pytest.mark.asyncio
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 # request bodies without sampling parameters, by path
 BODIES: dict[str, Any] = {
-    "/v1/chat/completions": TEXT,
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/messages": {**TEXT, "max_tokens": 2},
-    "/v1/responses": {"input": "hi"},
-    "/api/chat": {**TEXT, "stream": False},
-    "/completion": {"prompt": "hi"},
-}
+    "/v1/chat/completions": TEXT, "/v1/completions": {"prompt": "hi"}, "/v1/messages": {**TEXT, "max_tokens": 2},
+    "/v1/responses": {"input": "hi"}, "/api/chat": {**TEXT, "stream": False}, "/completion": {"prompt": "hi"},
+}  # fmt: skip
 KIND = "{% for message in messages %}{{ tone }}{{ message.content }}{% endfor %}"
 
 

@@ -178,12 +178,8 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
 
 
 SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+}  # fmt: skip
 # Settings of small models of the architectures that read padding.
 READERS: dict[str, dict[str, Any]] = {
     "convbert": {"embedding_size": 64},

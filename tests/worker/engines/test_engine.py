@@ -165,13 +165,9 @@ async def test_no_ngram_is_repeated_as_in_generate(engine: TransformersEngine, m
 async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
     tokens = torch.tensor([PROMPT])
     out = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=20,
-        do_sample=False,
-        repetition_penalty=1.8,
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, repetition_penalty=1.8,
         pad_token_id=0,
-    )
+    )  # fmt: skip
     collected = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
     assert collected.tokens == out[0, len(PROMPT) :].tolist()
 

@@ -109,20 +109,10 @@ class Counting:
     def report(self) -> WorkReport:
         slots = [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
         return WorkReport(
-            parallel=4,
-            prefill_tokens=100 * self.steps,
-            decode_tokens=10 * self.steps,
-            cache_used=70,
-            cache_reusable=20,
-            cache_total=400,
-            drafted=12,
-            accepted=5,
-            drafts=4,
-            accepted_at=[4, 1],
-            batched=30,
-            longest=50,
-            slots=slots,
-        )
+            parallel=4, prefill_tokens=100 * self.steps, decode_tokens=10 * self.steps, cache_used=70,
+            cache_reusable=20, cache_total=400, drafted=12, accepted=5, drafts=4, accepted_at=[4, 1], batched=30,
+            longest=50, slots=slots,
+        )  # fmt: skip
 
     def step(self) -> None:
         self.steps += 1

@@ -44,19 +44,9 @@ from worker.protocol.snapshot_files import shard_names
 
 COMMANDS = (Download, Estimate, Serve, ForkServerOptions)
 EVENTS = (
-    Progress,
-    Downloaded,
-    Estimated,
-    Prepared,
-    Ready,
-    RequestEnded,
-    Pulse,
-    Failed,
-    ModulesImported,
-    Forked,
-    ForkRefused,
-    Reaped,
-)
+    Progress, Downloaded, Estimated, Prepared, Ready, RequestEnded, Pulse, Failed, ModulesImported, Forked,
+    ForkRefused, Reaped,
+)  # fmt: skip
 # Valid arguments of a process: no NUL, and nothing that UTF-8 cannot encode.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 WORD = st.text(st.characters(exclude_characters="\0,", exclude_categories=["Cs"]), min_size=1)

@@ -36,12 +36,9 @@ def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
 # Authentication
 
 UNAUTHORIZED = {
-    "code": 401,
-    "message": "Invalid API Key",
-    "type": "authentication_error",
-    "param": None,
+    "code": 401, "message": "Invalid API Key", "type": "authentication_error", "param": None,
     "reason": "invalid_api_key",
-}
+}  # fmt: skip
 
 
 async def test_a_request_without_the_token_is_401() -> None:

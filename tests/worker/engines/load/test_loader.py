@@ -227,14 +227,9 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
     config = transformers.Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     shape = architectures.CacheShape.of(config)
     pool = kv_pool.KvPool(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rows=5,
-        blocks=pool_blocks(5, 40),
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+        layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, rows=5, blocks=pool_blocks(5, 40),
+        dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
     # keys and values of 3 layers, 2 heads of 16, 2 bytes each: 40 tokens take three blocks of each of 5 rows
     assert pool.bytes_on(torch.device("cpu")) == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
     llama = transformers.LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
