@@ -16,7 +16,7 @@ from router.cli.main import main
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.memory import checkpoint, learned
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
+from router.memory.estimate import RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.learned import LearnedEstimates
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
@@ -194,16 +194,6 @@ def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.Capture
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
-
-
-def test_the_estimate_of_a_forked_worker_lacks_the_shared_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(write(tmp_path / "m"))
-    forked = estimate(capsys, folder)[1]
-    executed = estimate(capsys, folder, "--no-fork-server")[1]
-    assert (forked["forked"], executed["forked"]) == (True, False)
-    assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
 
 
 def test_a_measured_process_overhead_is_used_and_called_measured(

@@ -114,10 +114,3 @@ def test_a_shared_model_has_the_names_of_all_its_presets() -> None:
     assert fleet["a,c"].aliases == ("a", "x", "c", "y")  # `prefetch` may name any of them
     assert preset_ids("a,c") == ("a", "c")
     assert fleet["b"] == found["b"]
-
-
-def test_the_fleet_uses_the_same_object_for_a_preset_without_keys_of_its_name() -> None:
-    found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\nseed = 3\n")
-    fleet = fleet_presets(found, group_presets(found))
-    assert fleet["a"] is found["a"]
-    assert fleet["b"] is not found["b"]

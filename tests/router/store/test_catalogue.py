@@ -242,12 +242,6 @@ def test_a_preset_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes
     assert lines(read(models_preset=str(path))) == ([f"{path}: {message}"], [])
 
 
-def test_a_folder_is_no_preset(tmp_path: Path) -> None:
-    assert lines(read(models_preset=str(tmp_path)))[0] == [
-        f"{tmp_path}: is a folder; give it as --models-dir, or name an INI file"
-    ]
-
-
 def test_the_built_in_models_are_listed_where_they_are_asked_for() -> None:
     assert not read().presets
     loaded = read(demo="on")
