@@ -130,6 +130,31 @@ async def collect_choices(engine: TransformersEngine, request: GenerationRequest
     return reported
 
 
+async def complete_until(
+    engine: TransformersEngine, request: GenerationRequest, leave_after: int | None = None
+) -> list[int]:
+    """The tokens of a request that its client leaves after so many of them."""
+    reported = CollectedChoice()
+    stream = engine.generate(request)
+    async for delta in stream:
+        reported.add(delta)
+        if leave_after is not None and len(reported.tokens) >= leave_after:
+            break
+    await stream.aclose()
+    assert leave_after is not None or reported.finish is not None
+    return reported.tokens
+
+
+async def complete_preempting(engine: TransformersEngine, request: GenerationRequest) -> list[int]:
+    """The tokens of a request with which the youngest sequence is preempted after the fourth of each nine."""
+    reported = CollectedChoice()
+    async for delta in engine.generate(request):
+        reported.add(delta)
+        if len(reported.tokens) % 9 == 4:
+            put_back_the_youngest(engine)
+    return reported.tokens
+
+
 async def complete_one(engine: TransformersEngine, prompt: Sequence[int], **changes: Any) -> CollectedChoice:
     """The only choice of a request."""
     (reported,) = await collect_choices(engine, generation(prompt, **changes))

@@ -15,11 +15,11 @@ from tests import tiny
 from tests.worker.families import FAMILIES
 from tests.worker.loaded import (
     DEADLINE,
-    CollectedChoice,
+    complete_preempting,
+    complete_until,
     generated,
     generation,
     load,
-    put_back_the_youngest,
     reference,
     serving,
     work_of,
@@ -60,15 +60,9 @@ async def test_greedy_text_equals_generate_alone_and_while_others_join_end_and_a
     engine = load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
 
     async def talk(prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        collected = CollectedChoice()
-        stream = engine.generate(generation(prompt, max_tokens=count))
-        async for delta in stream:
-            collected.add(delta)
-            if leave_after is not None and len(collected.tokens) >= leave_after:
-                break
-        await stream.aclose()
-        assert collected.tokens == expected[prompt][: len(collected.tokens)]
-        assert leave_after is not None or collected.tokens == expected[prompt][:count]
+        tokens = await complete_until(engine, generation(prompt, max_tokens=count), leave_after)
+        assert tokens == expected[prompt][: len(tokens)]
+        assert leave_after is not None or tokens == expected[prompt][:count]
 
     async with serving(engine), asyncio.timeout(DEADLINE):
         await talk(prompts[-1], NEW, None)
@@ -90,17 +84,10 @@ async def test_greedy_text_equals_generate_after_preemptions(
     options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
     async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
         work = work_of(engine)
-
-        async def talk(prompt: tuple[int, ...]) -> list[int]:
-            collected = CollectedChoice()
-            async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
-                collected.add(delta)
-                if len(collected.tokens) % 9 == 4:
-                    put_back_the_youngest(engine)
-            return collected.tokens
-
         async with asyncio.timeout(DEADLINE):
-            collected = await asyncio.gather(*map(talk, expected))
+            collected = await asyncio.gather(
+                *(complete_preempting(engine, generation(prompt, max_tokens=NEW)) for prompt in expected)
+            )
         assert collected == list(expected.values())
         assert work.report().prefill_tokens > sum(map(len, expected)), "some tokens were computed again"
         work._scheduler.check_integrity()

@@ -16,10 +16,11 @@ from tests.worker.loaded import (
     DEADLINE,
     CollectedChoice,
     complete_one,
+    complete_preempting,
+    complete_until,
     generated,
     generation,
     load,
-    put_back_the_youngest,
     reference,
     serving,
     work_of,
@@ -95,16 +96,10 @@ async def test_each_sequence_of_a_batch_answers_as_its_adapter_alone(
     source = random.Random(5)
 
     async def talk(name: str, prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        reported = CollectedChoice()
-        stream = engine.generate(generation(prompt, max_tokens=count, adapter=AdapterChoice(name) if name else None))
-        async for delta in stream:
-            reported.add(delta)
-            if leave_after is not None and len(reported.tokens) >= leave_after:
-                break
-        await stream.aclose()
-        whole = expected[name, prompt]
-        assert reported.tokens == whole[: len(reported.tokens)]
-        assert leave_after is not None or reported.tokens == whole[:count]
+        request = generation(prompt, max_tokens=count, adapter=AdapterChoice(name) if name else None)
+        tokens, whole = await complete_until(engine, request, leave_after), expected[name, prompt]
+        assert tokens == whole[: len(tokens)]
+        assert leave_after is not None or tokens == whole[:count]
 
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
         for name, prompt in [*expected, *random.Random(4).sample(list(expected), len(expected))]:
@@ -143,17 +138,9 @@ async def test_preempted_requests_with_adapters_answer_the_same_with_one_slot(
     snapshot: Path, adapters: dict[str, Path], expected: Expected
 ) -> None:
     async with serving(start(snapshot, adapters, max_loras=1, max_cpu_loras=1)) as engine:
-
-        async def talk(name: str, prompt: tuple[int, ...]) -> list[int]:
-            reported = CollectedChoice()
-            async for delta in engine.generate(generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name))):
-                reported.add(delta)
-                if len(reported.tokens) % 9 == 4:
-                    put_back_the_youngest(engine)
-            return reported.tokens
-
         async with asyncio.timeout(DEADLINE):
-            reported = await asyncio.gather(*(talk(*each) for each in expected))
+            wanted = [generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name)) for name, prompt in expected]
+            reported = await asyncio.gather(*(complete_preempting(engine, request) for request in wanted))
         assert reported == list(expected.values())
         work_of(engine)._scheduler.check_integrity()
 

@@ -25,6 +25,7 @@ from tests.worker.loaded import (
     CollectedChoice,
     collect_choices,
     complete_one,
+    complete_until,
     generated,
     generation,
     load,
@@ -66,21 +67,12 @@ def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 async def answer_all(engine: TransformersEngine, wanted: list[GenerationRequest]) -> list[list[CollectedChoice]]:
     """All requests, joining one after another, while others are cancelled."""
-
-    async def leave(prompt: tuple[int, ...], after: int) -> None:
-        stream, count = engine.generate(generation(prompt, max_tokens=NEW)), 0
-        async for delta in stream:
-            count += len(delta.tokens)
-            if count >= after:
-                break
-        await stream.aclose()
-
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
         asked = []
         for place, each in enumerate(wanted):
             asked.append(tasks.create_task(collect_choices(engine, each)))
             if place % 3 == 0:
-                tasks.create_task(leave(each.prompt, 2 + place))
+                tasks.create_task(complete_until(engine, generation(each.prompt, max_tokens=NEW), 2 + place))
             for _ in range(place % 4 * 10):
                 await asyncio.sleep(0)  # some requests join while others are running
     return [each.result() for each in asked]

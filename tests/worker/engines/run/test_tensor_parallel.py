@@ -24,13 +24,12 @@ from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
 from tests.worker.loaded import (
     DEADLINE,
-    CollectedChoice,
     collect_choices,
     complete_one,
+    complete_preempting,
     generated,
     generation,
     options,
-    put_back_the_youngest,
     reference,
     serving,
     words,
@@ -123,17 +122,10 @@ async def test_ranks_without_blocks_fork_cancel_and_preempt_rows_together(
             choices = await collect_choices(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
             assert [each.tokens for each in choices] == [alone[1].tokens] * 3
 
-            async def talk(prompt: tuple[int, ...]) -> list[int]:
-                collected = CollectedChoice()
-                async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
-                    collected.add(delta)
-                    if len(collected.tokens) == NEW // 2:
-                        put_back_the_youngest(engine)
-                return collected.tokens
-
             stream = engine.generate(generation(words(9), max_tokens=60))
             await anext(stream)
-            together = asyncio.gather(*map(talk, PROMPTS))
+            wanted = [generation(prompt, max_tokens=NEW) for prompt in PROMPTS]
+            together = asyncio.gather(*(complete_preempting(engine, request) for request in wanted))
             await anext(stream)
             await stream.aclose()
             assert await together == [each.tokens for each in alone]
