@@ -19,7 +19,7 @@ from worker.api.usage import UsageTotals
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.images import EncodedImage, from_base64, from_url
 from worker.interface import Delta, GenerationRequest, TokenLogprob
-from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.body_reader import BodyFields, Json, to_integer
 from worker.prompt.chat_template import read_tools
 from worker.prompt.response_parser import AnswerParser, AnswerPart
 from worker.prompt.sampling_options import read_stop
@@ -77,7 +77,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
     chat_body, num_ctx, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
     images = _images("images", fields.sequence("images"), model)
-    fields.refuse("context", "context is not supported; send the whole conversation to POST /api/chat")
+    context = _context(fields, model)
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
     suffix = fields.text("suffix") or ""
     if not prompt:
@@ -94,18 +94,23 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
         raise UnsupportedField(f"images are not supported in {why}", param="images")
     if suffix and system:
         raise InvalidValue("suffix and system exclude each other; send one of them", param="suffix")
+    if context and (raw or suffix or images):
+        other = "raw" if raw else "suffix" if suffix else "images"
+        raise InvalidValue(f"context and {other} exclude each other; send one of them", param="context")
     if raw or suffix or not model.template.exists:
         # A text completion. Its schema has no fields of the template; unknown ones would be reported as ignored.
         chat_body.pop("chat_template_kwargs", None), chat_body.pop("reasoning_effort", None)
         top = logprobs.get("top_logprobs") or 0 if logprobs.get("logprobs") else None
         joined = f"{system}\n{prompt}" if system and not raw else prompt
-        chat_body |= {"prompt": joined, "logprobs": top}
+        chat_body |= {"prompt": [*context, joined] if context else joined, "logprobs": top}
         parsed = await parse_text(chat_body, model, id=id, suffix=suffix)
     else:
         before = [{"role": "system", "content": system}] if system else []
         chat_body["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
-        parsed = await parse_chat({**chat_body, **logprobs}, model, id=id, names=_NAMES)
-    return _call(parsed, num_ctx, keep_alive, ignored, is_chat=False, waited=waited)
+        parsed = await parse_chat({**chat_body, **logprobs}, model, id=id, names=_NAMES, before=context)
+    # a context continues a conversation; token ids cannot represent images
+    has_context = not (raw or suffix or images)
+    return _call(parsed, num_ctx, keep_alive, ignored, is_chat=False, waited=waited, has_context=has_context)
 
 
 async def embed(body: Json, model: ServedModel, *, waited: float = 0.0) -> JsonAnswer:
@@ -273,6 +278,20 @@ def _images(where: str, given: Any, model: ServedModel) -> list[EncodedImage]:
     ]
 
 
+def _context(fields: BodyFields, model: ServedModel) -> list[int]:
+    """Read the tokens of an earlier prompt and its answer."""
+    listed = fields.sequence("context") or []
+    if len(listed) > model.max_prompt:  # checked before the ids themselves, to bound the work
+        raise model.prompt_limit("context").error(len(listed), is_exact=True)
+    tokens = [id for value in listed if (id := to_integer(value)) is not None and 0 <= id < model.vocab_size]
+    if len(tokens) < len(listed):
+        raise InvalidValue(
+            f"context must be the token ids of an earlier answer of this model, between 0 and {model.vocab_size - 1}",
+            param="context",
+        )
+    return tokens
+
+
 def _content(images: Sequence[EncodedImage], text: Any) -> Any:
     """Put images before the text, as Ollama does."""
     return [*images, *([{"type": "text", "text": text}] if text else [])] if images else text
@@ -301,12 +320,13 @@ def _call(
     *,
     is_chat: bool,
     waited: float,
+    has_context: bool = False,
 ) -> GenerationCall:
     if num_ctx is not None:
         chat = replace(
             chat, generations=tuple(_limit_to_num_ctx(num_ctx, generation) for generation in chat.generations)
         )
-    reply = OllamaWriter(chat, is_chat=is_chat, waited=waited)
+    reply = OllamaWriter(chat, is_chat=is_chat, waited=waited, has_context=has_context)
     return chat.call(reply, ignored=ignored, keep_alive=keep_alive)
 
 
@@ -335,8 +355,10 @@ def _load_answer(
 class OllamaWriter(ReplyWriter):
     """Writer of an answer as one object or as lines. `done` is the last field of each."""
 
-    def __init__(self, chat: ParsedCompletion, *, is_chat: bool, waited: float):
+    def __init__(self, chat: ParsedCompletion, *, is_chat: bool, waited: float, has_context: bool):
+        """`has_context`: return the tokens of prompt and answer, so that another request can continue from them."""
         self._model = chat.common.model
+        self._context = list(chat.generations[0].prompt) if has_context else None
         self._is_chat = is_chat
         self._parser = AnswerParser(chat.parse_options)
         self._totals = UsageTotals(chat.generations)
@@ -361,6 +383,8 @@ class OllamaWriter(ReplyWriter):
     def _add(self, number: int, delta: Delta) -> list[AnswerPart]:
         self._totals.add(number, delta)
         self._pending_logprobs.extend(delta.logprobs)
+        if self._context is not None:
+            self._context.extend(delta.tokens)
         return self._parser.take(delta)[0]
 
     def _line(self, parts: list[AnswerPart]) -> Json:
@@ -386,7 +410,8 @@ class OllamaWriter(ReplyWriter):
     def _end(self, delta: Delta) -> Json:
         timings = self._totals.timings()
         usage = self._totals.usage()
-        return {
+        context = {} if self._context is None else {"context": self._context}
+        return context | {
             "done_reason": delta.finish,
             "total_duration": _nanoseconds(time.monotonic() - self._started),
             "load_duration": _nanoseconds(self._waited),

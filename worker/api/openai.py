@@ -64,15 +64,16 @@ class ParsedCompletion:
 
 
 async def parse_chat(
-    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str] = _OWN_NAMES
+    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
 ) -> ParsedCompletion:
     """Parse the body of a chat completion, sent by an OpenAI client or translated from another dialect. Raise
     RequestError.
 
     `names`: names of its fields in the client's own body, for errors; longer keys before shorter ones.
+    `before`: tokens of an earlier prompt and its answer that the messages continue.
     """
     with client_field_names(names):
-        return await _parse_chat(body, model, id=id, names=names)
+        return await _parse_chat(body, model, id=id, names=names, before=before)
 
 
 def client_name(names: Mapping[str, str], field: str) -> str:
@@ -95,10 +96,12 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def _parse_chat(body: Json, model: ServedModel, *, id: str, names: Mapping[str, str]) -> ParsedCompletion:
+async def _parse_chat(
+    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int]
+) -> ParsedCompletion:
     model.require("completion")
     fields = BodyFields(model.defaults.complete(body, CHAT), CHAT)
-    conversation = chats.read(fields, model.template, no_vision=model.engine.no_vision)
+    conversation = replace(chats.read(fields, model.template, no_vision=model.engine.no_vision), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
     budget, budget_fields = _reasoning_budget(fields, body, model)

@@ -370,7 +370,7 @@ class ServedModel:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     async def read(self, conversation: Conversation, limit: TextLimit) -> tuple[str, list[int], PromptImages | None]:
-        """Return the chat as one prompt: its text, its tokens, and its images.
+        """Return the chat as one prompt: its text (without that of prior tokens), its tokens, and its images.
 
         Raise InvalidValue, the errors of `encode`, and those of `worker.interface.ImageProcessor.read`.
         """
@@ -378,21 +378,22 @@ class ServedModel:
         images = conversation.images
         if not images:
             [tokens] = await self.encode([prompt], limit, add_special=False)
-            return prompt, tokens, None
+            return prompt, [*conversation.before, *tokens], None
         assert self.engine.vision is not None, "images were rejected earlier"
         self.text_bound.fit(prompt, replace(limit, keep=""))
         return prompt, *await self.engine.vision.read(prompt, images)
 
     async def render(self, conversation: Conversation, limit: TextLimit) -> str:
-        """Render the chat with the template. Long chats are rendered in a thread. Raise ContextExceeded for a chat that
-        is too long to be rendered.
+        """Render the chat with the template, as a whole or as the continuation of prior tokens. Long chats are rendered
+        in a thread. Raise ContextExceeded for a chat that is too long to be rendered.
         """
+        render = self.template.render_on if conversation.before else self.template.render
         size = conversation.size
         if size > self.text_bound.most_bytes(limit.tokens) + CHAT_GRACE:
             raise limit.error(size // self.text_bound.bytes_per_token)
         if size <= LONG_CHAT:
-            return self.template.render(conversation)
-        return await self.in_thread(lambda: self.template.render(conversation))
+            return render(conversation)
+        return await self.in_thread(lambda: render(conversation))
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         # reading special tokens as text is tokenizer state, and other threads use the tokenizer

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -33,7 +33,7 @@ _MODALITIES = {
     "input_file": "files",
 }
 USER_IMAGES_ONLY = "images are supported in user messages only"
-_PROBE = "probe-7f3a"
+_PROBE, _ANSWER = "probe-7f3a", "answer-7f3a"
 _STRUCTURE = re.compile(r"""['"]type['"]\s*:""")
 # `thinking` as a variable in a condition (DeepSeek-V3.1, Granite), not as a member of a message
 _THINKING = re.compile(r"""\{%-?[^%]*(?<![.\w'"-])thinking(?![\w'"-])""")
@@ -51,6 +51,7 @@ class Conversation:
     documents: Sequence[Json] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    before: Sequence[int] = ()  # tokens of an earlier prompt and its answer, which the messages continue
 
     @property
     def size(self) -> int:
@@ -156,6 +157,24 @@ class ChatTemplate:
         except RecursionError:
             raise InvalidValue("messages are nested too deeply for the chat template", param="messages") from None
         return str(prompt)
+
+    def render_on(self, conversation: Conversation) -> str:
+        """Render the text that the conversation adds after an earlier prompt and its answer: the end of the assistant's
+        turn and the new messages, without the beginning of text.
+
+        The text is found by rendering a probe answer before the messages. Errors and time are those of `render`.
+        """
+        probe = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
+        # many templates accept a system message only as the first one, so it cannot follow the probe
+        if conversation.messages[0]["role"] == "system":
+            probe_end = replace(conversation, messages=probe, add_generation_prompt=False)
+            return self.render(probe_end).partition(_ANSWER)[2] + self._render_without_bos(conversation)
+        whole = self.render(replace(conversation, messages=[*probe, *conversation.messages]))
+        _, found, added = whole.partition(_ANSWER)
+        return added if found else self._render_without_bos(conversation)
+
+    def _render_without_bos(self, conversation: Conversation) -> str:
+        return self.render(conversation).removeprefix(str(self._tokenizer.bos_token or ""))
 
     def _to_template_message(self, message: Json) -> Json:
         """Return the message as the template takes it, with a string or typed parts as content."""

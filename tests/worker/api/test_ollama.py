@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.worker.clients import ollama_client
 from tests.worker.fake_engine import SCRIPT, FakeEngine
-from tests.worker.serving import serving, tokenizer
+from tests.worker.serving import bare_tokenizer, serving, tokenizer
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import WAITED_HEADER
@@ -117,6 +117,66 @@ async def test_generate_renders_the_template_unless_raw() -> None:
 
 
 # a chat template with text before the first message and after each one
+TURNS = (
+    "{% for m in messages %}{% if loop.first %}<s>{% endif %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+async def test_a_returned_context_continues_the_conversation() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TURNS) as world, ollama_client(world) as client:
+        first = await client.generate("m", "hi", system="S")
+        encoded = engine.tokenizer.encode("<s>[system]S</s>\n[user]hi</s>\n[assistant]", add_special_tokens=False)
+        assert list(first.context or []) == [*encoded, *engine.tokenizer.encode("fine", add_special_tokens=False)]
+        lines = [line async for line in await client.generate("m", "more", context=first.context, stream=True)]
+        added = engine.tokenizer.encode("</s>\n[user]more</s>\n[assistant]", add_special_tokens=False)
+        assert list(engine.requests[-1].prompt) == [*(first.context or []), *added]
+        assert [line.context for line in lines[:-1]] == [None] * (len(lines) - 1)
+        assert list(lines[-1].context or [])[: len(engine.requests[-1].prompt)] == list(engine.requests[-1].prompt)
+        await client.generate("m", "more", system="T", context=first.context)
+        assert engine.prompt().endswith("[assistant]fine</s>\n[system]T</s>\n[user]more</s>\n[assistant]")
+
+
+async def test_the_context_of_a_reasoning_model_includes_the_reasoning() -> None:
+    engine = Speaking(SAID)
+    async with serving(engine, chat_template=THINKING) as world, ollama_client(world) as client:
+        first = await client.generate("m", "hi")
+        assert first.thinking == "They ask for Oslo."
+        again = await client.generate("m", "more", context=first.context)
+        assert again.thinking == "They ask for Oslo."
+        assert engine.prompt().endswith(f"<think>\n{SAID}<user>more<assistant><think>\n")
+
+
+async def test_a_context_is_continued_by_a_template_without_past_answers() -> None:
+    engine = Speaking("fine")
+    async with (
+        serving(engine, chat_template="<s>[{{ messages[-1].content }}]") as world,
+        ollama_client(world) as client,
+    ):
+        first = await client.generate("m", "hi")
+        await client.generate("m", "more", context=first.context)
+        assert engine.prompt() == "<s>[hi]fine[more]"
+
+
+async def test_a_context_is_continued_by_a_model_without_a_template() -> None:
+    engine = Speaking("fine")
+    engine.tokenizer = bare_tokenizer()
+    async with serving(engine) as world, ollama_client(world) as client:
+        first = await client.generate("m", "hi")
+        assert len(first.context or []) > 0
+        await client.generate("m", " more", context=first.context)
+        assert engine.prompt().endswith("hifine more")
+
+
+async def test_raw_prompts_loads_and_chats_return_no_context() -> None:
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world, ollama_client(world) as client:
+        assert (await client.generate("m", "hi", raw=True)).context is None
+        assert (await client.generate("m")).context is None
+        assert "context" not in (await world.post("/api/chat", {"messages": HI, "stream": False}))[2]
+
+
 async def test_roles_are_case_insensitive() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world:
@@ -288,7 +348,11 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "not images"),
         ("chat", {"messages": HI, "keep_alive": "soon"}, "keep_alive"),
         ("chat", {"messages": HI, "format": "xml"}, "format"),
-        ("generate", {"prompt": "x", "context": [1]}, "context is not supported; send the whole conversation"),
+        ("generate", {"prompt": "x", "context": [1.5]}, "context must be the token ids"),
+        ("generate", {"prompt": "x", "context": [10**6]}, "context must be the token ids"),
+        ("generate", {"prompt": "x", "context": [1], "raw": True}, "context and raw exclude each other"),
+        ("generate", {"prompt": "x", "context": [1], "suffix": "y"}, "context and suffix exclude each other"),
+        ("generate", {"prompt": "x", "context": [1] * 256}, "maximum context length is 256"),
         ("generate", {"prompt": "x", "_debug_render_only": True}, "_debug_render_only is not supported"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text, not images"),
     ]

@@ -75,7 +75,7 @@ GENERATE: Body = {
     "system": s.text(),
     "raw": s.flag(),
     "images": openai.IMAGES,
-    "context": s.one_of([[]], "Not supported: send the whole conversation to POST /api/chat."),
+    "context": s.array(s.COUNT, about="The `context` of an earlier response, which the prompt continues."),
     "template": s.one_of([""]),
     "suffix": s.text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
 }
@@ -122,7 +122,9 @@ _PULLED = s.shape({"status": s.TEXT}, {"digest": s.TEXT, "total": s.COUNT, "comp
 
 COMPONENTS: Mapping[str, Schema] = {
     "OllamaChat": s.shape({**_LINE, "message": _MESSAGE}, {**_END, "response": s.const("")}),
-    "OllamaText": s.shape({**_LINE, "response": s.TEXT}, {**_END, **_GENERATED, "message": _MESSAGE}),
+    "OllamaText": s.shape(
+        {**_LINE, "response": s.TEXT}, {**_END, **_GENERATED, "context": s.several(s.COUNT), "message": _MESSAGE}
+    ),
     "OllamaModel": s.shape(_MODEL),
 }
 
