@@ -39,18 +39,17 @@ async def test_a_local_folder_of_pickled_weights_is_converted_once_and_gives_the
     assert (target / "model.safetensors").stat().st_ino == file.st_ino
 
 
-async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(tmp_path: Path) -> None:
+async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(real: Router, tmp_path: Path) -> None:
     models, trace = tmp_path / "models", tmp_path / "trace"
     poison(tiny.make("llama", models / "unsafe"), trace)
     checked = command("check", "--models-dir", str(models), state=tmp_path / "state")
     assert checked.returncode != 0
     assert "[unsafe]" in checked.stdout
     assert "pytorch_model.bin needs io.open, which could run code; take a revision" in checked.stdout
-    async with router("--models-dir", str(models), "--models-memory-margin", "64") as up:
-        body = {"model": "unsafe", "prompt": "a"}
-        response = await up.client.post("/v1/completions", json=body)
-        assert response.status_code == 500
-        assert "pytorch_model.bin needs io.open, which could run code" in response.json()["error"]["message"]
+    await real.serve_presets(f"[unsafe]\nmodel = {models}/unsafe\n")
+    response = await real.client.post("/v1/completions", json={"model": "unsafe", "prompt": "a"})
+    assert response.status_code == 500
+    assert "pytorch_model.bin needs io.open, which could run code" in response.json()["error"]["message"]
     pickle_weights(tiny.make("llama", models / "pickled"))
     async with router("--models-dir", str(models), "--models-memory-margin", "64", "--no-prepare") as up:
         response = await up.client.post("/v1/completions", json={"model": "pickled", "prompt": "a"})
