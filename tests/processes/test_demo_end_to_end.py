@@ -117,7 +117,7 @@ async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_
         nonlocal highest
         while not over.is_set():
             highest = max(highest, resident(demo))
-            await asyncio.sleep(0.05)  # a sampler has nothing to wait for
+            await asyncio.sleep(0.1)  # a sampler has nothing to wait for
 
     watching = asyncio.create_task(watch())
     used = ["demo-a"]  # by the test before
