@@ -400,6 +400,7 @@ async def test_the_first_worker_and_the_fork_server_stay_within_a_tight_limit(tm
 async def test_a_worker_is_refused_if_the_fork_server_leaves_too_little_of_a_limit(tmp_path: Path) -> None:
     beside = 10  # less than any worker takes, which alone would fit; a fork server may take less than is assumed
     async with limited_router(write_presets(tmp_path), (FORK_SERVER_BYTES + LIBRARY_CODE_BYTES) // MIB + beside) as up:
+        await fork_server_of(up)  # it forks the exact estimate
         answer = await up.client.post("/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 4})
         assert answer.status_code == 507
         assert re.search(r"fork server [34]\d\d MiB", answer.text)
