@@ -1,12 +1,13 @@
 """The worker program, forked by the real fork server: it behaves like an executed one."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,38 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fo
         yield found
 
 
+@dataclass(frozen=True)
+class Served:
+    """A worker that all tests of it share. Each test sends it other requests."""
+
+    worker: LocalWorker
+    measured: int
+    """Bytes when it was ready."""
+    pulses: asyncio.Queue[Pulse]
+    seconds: float
+    """From its start until it was ready."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def served(launcher: ForkingLauncher, snapshot: Path) -> AsyncIterator[dict[bool, Served]]:
+    """The worker that is forked (True) and the executed one."""
+    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
+    found = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for program in (FORKED, EXECUTED):
+            pulses: asyncio.Queue[Pulse] = asyncio.Queue()
+            began = time.monotonic()
+            program = replace(program, worker=f"{program.worker}-served")
+            worker = await stack.enter_async_context(launcher.serve(program, command, {CPU: GIB}, queued(pulses)))
+            found[program.forks] = Served(worker, worker.measured[CPU], pulses, time.monotonic() - began)
+        yield found
+
+
+def queued(pulses: asyncio.Queue[Pulse]) -> Callable[[Event], None]:
+    """A listener that keeps pulses only."""
+    return lambda event: pulses.put_nowait(event) if isinstance(event, Pulse) else None
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, Estimated]:
     """Estimates of the real program, forked (True) and executed."""
@@ -77,25 +110,17 @@ async def fill(worker: LocalWorker) -> None:
         await post(worker, prompt="a", max_tokens=16, guided_json=listed)
 
 
-async def test_exec_and_fork_look_the_same_to_a_client(launcher: ForkingLauncher, snapshot: Path) -> None:
+async def test_exec_and_fork_look_the_same_to_a_client(launcher: ForkingLauncher, served: dict[bool, Served]) -> None:
     """The response is the same. A forked worker does not count memory that it shares with the fork server."""
-    answers, measured, spent = [], [], []
-    command = Serve(snapshot=str(snapshot), listen="", name="m", threads=2, ctx_size=64)
-    for program in (FORKED, EXECUTED):
-        began = time.monotonic()
-        async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
-            total = time.monotonic() - began
-            assert parent(worker.pid) == (launcher.fork_servers.pid if program.forks else os.getpid())
-            assert not _mapped(worker.pid, Path("/scipy")), "35 MB that no model needs"
-            answers.append(await answer(worker))
-            measured.append(worker.measured[CPU])
-            spent.append(worker.ready.seconds)
-            assert 0 < sum(worker.ready.seconds.values()) <= total + 0.01  # rounded
-    assert answers[0] == answers[1]
-    assert measured[0] < measured[1] - (100 << 20)
-    assert measured[0] > 0
     stages = ["imports", "config", "tokenizer", "read", "build", "warmup", "server"]
-    assert [list(each) for each in spent] == [["fork", *stages], ["exec", *stages]]
+    for forked, each in served.items():
+        worker, spent = each.worker, each.worker.ready.seconds
+        assert parent(worker.pid) == (launcher.fork_servers.pid if forked else os.getpid())
+        assert not _mapped(worker.pid, Path("/scipy")), "35 MB that no model needs"
+        assert list(spent) == ["fork" if forked else "exec", *stages]
+        assert 0 < sum(spent.values()) <= each.seconds + 0.01  # rounded
+    assert await answer(served[True].worker) == await answer(served[False].worker)
+    assert 0 < served[True].measured < served[False].measured - (100 << 20)
 
 
 async def test_a_model_that_was_served_once_is_prebuilt_for_the_next_worker(
@@ -151,30 +176,21 @@ async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, Estimated
     assert executed.inherited == 0
 
 
-@pytest.mark.parametrize("program", [FORKED, EXECUTED], ids=["forked", "executed"])
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "executed"])
 async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included(
-    launcher: ForkingLauncher, snapshot: Path, traced: dict[bool, Estimated], program: Program
+    served: dict[bool, Served], snapshot: Path, traced: dict[bool, Estimated], forked: bool
 ) -> None:
-    forked = program.forks
-    assert launcher.forks(program) == forked
+    worker, pulses = served[forked].worker, served[forked].pulses
+    assert worker.forked == forked
     preset = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1)
     static = estimate(checkpoint.read(snapshot), preset, on_host=True, forked=forked)
-    pulses: asyncio.Queue[Pulse] = asyncio.Queue()
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Pulse):
-            pulses.put_nowait(event)
-
-    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
-    async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
-        assert worker.forked == forked
-        at_ready, unannounced, overhead = worker.measured[CPU], worker.ready.unannounced, worker.ready.overhead
-        await fill(worker)
-        while not pulses.empty():
-            pulses.get_nowait()
-        last = await asyncio.wait_for(pulses.get(), DEADLINE)
+    unannounced, overhead = worker.ready.unannounced, worker.ready.overhead
+    await fill(worker)
+    while not pulses.empty():
+        pulses.get_nowait()
+    last = await asyncio.wait_for(pulses.get(), DEADLINE)
     peak = last.measured["cpu"]
-    assert at_ready < peak, "something was really used"
+    assert served[forked].measured < peak, "something was really used"
     assert set(overhead) == (set() if forked else {"cpu"}), "a forked one shares its imports"
     remembered = Overhead(host=overhead.get("cpu", 0))
     known = estimate(checkpoint.read(snapshot), preset, on_host=True, forked=forked, overhead=remembered)
@@ -203,16 +219,11 @@ async def test_a_tensor_parallel_model_stays_within_its_estimate_and_ends_as_a_w
 ) -> None:
     """The memory of all its processes together is measured, and is within both estimates."""
     pulses: asyncio.Queue[Pulse] = asyncio.Queue()
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Pulse):
-            pulses.put_nowait(event)
-
     preset = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
     shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
     traced = await launcher.estimate(FORKED, argv.Estimate(**shared))
     static = tensor_parallel.estimate(checkpoint.read(snapshot), preset, 2, on_host=True, forked=True)
-    async with launcher.serve(FORKED, Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
+    async with launcher.serve(FORKED, Serve(**shared, listen="", name="m"), {CPU: GIB}, queued(pulses)) as worker:
         (follower,) = children(worker.pid)
         assert os.getpgid(follower) == os.getpgid(worker.pid)
         await fill(worker)
