@@ -22,6 +22,7 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
+from tests.worker.families import SHALLOW
 from tests.worker.loaded import (
     DEADLINE,
     collect_choices,
@@ -79,7 +80,7 @@ def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, R
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(DIVISIBLE))
 async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> None:
-    folder = tiny.make(family, tmp_path)
+    folder = tiny.make(family, tmp_path, **SHALLOW.get(family, {}))
     model = reference(folder)
     expected = [generated(model, prompt, NEW) for prompt in PROMPTS]
     with ranked(folder) as (engine, _):
@@ -115,7 +116,7 @@ async def test_ranks_without_blocks_fork_cancel_and_preempt_rows_together(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """The cache of Jamba is checked at load with an exact one. Its states are lost with each preemption."""
-    folder = tiny.make(family, tmp_path)
+    folder = tiny.make(family, tmp_path, **SHALLOW.get(family, {}))
     with ranked(folder, **changes) as (engine, _):
         async with serving(engine), asyncio.timeout(DEADLINE):
             alone = [await complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS]
@@ -186,7 +187,7 @@ async def test_ranks_compute_drafts_together(family: str, tmp_path: Path) -> Non
 )
 async def test_adapters_give_the_text_of_one_rank(family: str, layers: set[str], tmp_path: Path) -> None:
     """Two slots for three adapters, in batches with each other and with the base model. A fourth comes at run time."""
-    folder = tiny.make(family, tmp_path / "model")
+    folder = tiny.make(family, tmp_path / "model", **SHALLOW.get(family, {}))
     paths = {
         name: lora.make(folder, tmp_path / name, seed=seed, target_modules=layers) for seed, name in enumerate("abcd")
     }
