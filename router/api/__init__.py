@@ -1,4 +1,4 @@
-"""Responses of the router itself, one module per API: lists of models, loads, health, logs. No tokens are computed.
+"""Responses of the router itself, one module per API: lists of models, loads, health, metrics, logs.
 
-May import registry and everything below it.
+No tokens are computed here. May import registry and everything below it.
 """

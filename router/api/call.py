@@ -5,10 +5,11 @@ Every function that `worker.protocol.routes` names has the signature `async def 
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from aiohttp import web
 
+from router.api.metrics import Metrics
 from router.api.request_log import RequestLog
 from router.config.api_keys import ApiKey
 from router.errors import BadRequest
@@ -38,18 +39,6 @@ class FrameStream:
     first: bytes = b": open\n\n"  # sent before the frames; a comment of server-sent events
 
 
-class RendersMetrics(Protocol):
-    """The metrics registry, as API functions use it."""
-
-    content_type: ClassVar[str]
-
-    def render(self, model: str | None = None, member: str = "") -> bytes:
-        """The metrics in Prometheus text format; with `model`, those of one model."""
-
-    def llama_server(self, model: str) -> bytes:
-        """llama-server's metrics about one model."""
-
-
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts of one router that API functions use."""
@@ -57,7 +46,7 @@ class Services:
     registry: Registry
     hub: HubModels
     requests: RequestLog
-    metrics: RendersMetrics
+    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from aiohttp import web
 
 from router import __version__
 from router import log as log_lines
+from router.api.metrics import Metrics
 from router.config import xdg
 from router.config.file_watcher import until_written, watching
 from router.config.option_types import MemoryByDevice
@@ -35,7 +36,6 @@ from router.events import EventLog
 from router.fleet.fleet import Fleet
 from router.http import listen
 from router.http.app import App
-from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher

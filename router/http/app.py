@@ -14,11 +14,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from router.api.call import ApiCall, ApiFunction, ApiResult, FrameStream, JsonReply, Services
+from router.api.metrics import Metrics
 from router.config.settings import MAX_BUFFERED
 from router.errors import BadRequest, MethodNotAllowed, PathNotFound
 from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
-from router.http.metrics import Metrics
 from router.http.pipeline import Bodies, Pipeline, Respond, peek, printable, request_id
 from router.http.proxy import Proxy
 from router.http.request import Incoming

@@ -28,11 +28,11 @@ import msgspec
 
 from router.api import lmi, ollama
 from router.api.call import flag
+from router.api.metrics import Metrics
 from router.api.request_log import RequestLog, RequestRecord, request_line
 from router.config.settings import MAX_BUFFERED
 from router.errors import ApiError, BadRequest, BodyTimeout, EncodingUnsupported, Internal, QueueFull, TooLarge
 from router.http.listener import PlainRequest
-from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error, wait_for_client

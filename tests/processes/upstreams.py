@@ -12,6 +12,7 @@ from typing import Any, cast
 import httpx
 from aiohttp import web
 
+from router.api.metrics import Metrics
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
@@ -19,7 +20,6 @@ from router.events import EventLog
 from router.fleet.fleet import Fleet
 from router.http.app import App
 from router.http.listener import Listener
-from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.launch.interface import Listen, Program, WorkerProcess
 from router.launch.worker_client import WorkerClient

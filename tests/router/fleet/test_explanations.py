@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from router import log
+from router.api.metrics import Metrics
 from router.config.api_keys import ApiKey
 from router.config.settings import Settings
 from router.errors import ApiError, DoesNotFit, QueueFull
 from router.fleet.model import FIRST_LOAD_SECONDS
-from router.http.metrics import Metrics
 from router.http.proxy import status_comment
 from router.launch.interface import WorkerLost
 from router.registry.auth import Access

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.api.metrics import Metrics
 from router.api.status import status
 from router.config.settings import Settings
-from router.http.metrics import Metrics
 from router.log import state_line
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
