@@ -15,7 +15,7 @@ from tests.processes.routers import DEADLINE, Router, router
 
 pytestmark = pytest.mark.slow  # torch is imported
 
-REQUESTS = 200
+REQUESTS = 1000
 """Of the fuzz."""
 LONG = "hello world " * 250_000
 """Three megabytes, far beyond the context. Tokenizing it once took 300 MiB."""
@@ -88,7 +88,9 @@ REFUSED: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-async def test_refused_requests_leave_the_estimates_as_they_are_and_the_model_loadable(tmp_path: Path) -> None:
+async def test_a_thousand_refused_requests_leave_the_estimates_as_they_are_and_the_model_loadable(
+    tmp_path: Path,
+) -> None:
     chance = random.Random(8)
     async with serving(tmp_path) as up:
         assert (await ask(up))[0] == 200
