@@ -316,8 +316,7 @@ class Text:
 
     def schema(self, tool: Tool) -> Message:
         """Return the function in the format of the API, with more or less description, and sometimes with a parameter
-        that is not needed.
-        """
+        that is not needed."""
         chance, units = self.chance, self.source["tools"]["units"]
         wordy = chance.random() < 0.4
         properties: dict[str, Any] = {}

@@ -180,8 +180,7 @@ class TokenBytes:
 
     def __init__(self, decoder: str, spell: Callable[[int], str | None], added: Mapping[int, str]):
         """`decoder`: the tokenizer's decoder as JSON. `spell`: maps an id to its vocabulary entry. `added`: text of
-        added tokens, which are not encoded.
-        """
+        added tokens, which are not encoded."""
         kinds = _decoder_kinds(decoder)
         self._is_byte_level = "ByteLevel" in kinds
         self._has_marked_spaces = bool({"Metaspace", "Replace"} & kinds)
@@ -220,8 +219,7 @@ def _decoder_kinds(decoder: str) -> set[str]:
 
 def _byte_alphabet() -> dict[str, bytes]:
     """Return the byte for each character of byte-level BPE: printable Latin-1 bytes are themselves, the others start at
-    U+0100.
-    """
+    U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

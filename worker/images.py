@@ -56,8 +56,7 @@ def from_url(where: str, url: Any) -> EncodedImage:
 
 def from_base64(where: str, data: Any, media: Any = "image/") -> EncodedImage:
     """Return the image with base64 content `data` and media type `media`. Raise InvalidValue for a type that is not an
-    image.
-    """
+    image."""
     if not isinstance(media, str) or not media.lower().startswith("image/"):
         raise InvalidValue(f"{where} does not have an image type; supported: {_KINDS}", param=where)
     if not isinstance(data, str) or not data:

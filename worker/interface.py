@@ -243,8 +243,7 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> frozenset[str]:
         """Subset of `completion`, `embedding`, `rerank` and `vision`. `ServedModel.capabilities` derives `chat` and
-        `tools` from the chat template.
-        """
+        `tools` from the chat template."""
 
     @property
     def vision(self) -> ImageProcessor | None:

@@ -99,8 +99,7 @@ def _system(fields: BodyFields) -> list[Json]:
 
 def _message(where: str, message: Any, no_vision: str) -> list[Json]:
     """Translate one message; each tool result becomes a message of its own. `no_vision`: reason why images are not
-    supported.
-    """
+    supported."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise InvalidValue(f"{where} must be an object whose role is user or assistant", param=where)
     role, content = message["role"], message.get("content")
@@ -180,8 +179,7 @@ def _image(where: str, block: Json, no_vision: str) -> EncodedImage:
 
 def _tool_result(where: str, block: Json, no_vision: str) -> tuple[Json, list[EncodedImage]]:
     """Return the message of a tool and the images of its result. The images move to the following user message, because
-    templates do not render them in tool messages.
-    """
+    templates do not render them in tool messages."""
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidValue(f"{where}.tool_use_id must be a string", param=f"{where}.tool_use_id")
     content = block.get("content") or []

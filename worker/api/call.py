@@ -156,8 +156,7 @@ def read_stream_flag(fields: BodyFields, name: str, *, stream: bool) -> bool:
 
 def switch_reasoning(fields: BodyFields, name: str, model: ServedModel, *, is_on: bool) -> Json:
     """Return the fields of a chat completion that turn reasoning on or off. Field `name` is reported as ignored if the
-    model does otherwise and its template has no switch.
-    """
+    model does otherwise and its template has no switch."""
     if model.template.thinking_switch:
         return {"chat_template_kwargs": {"enable_thinking": is_on}}
     if is_on != (model.chat_format is not None and model.chat_format.has_reasoning):

@@ -53,8 +53,7 @@ async def embeddings(body: Json, model: ServedModel) -> JsonAnswer:
 
 async def native(body: Json, model: ServedModel) -> JsonAnswer:
     """Compute a list of vectors per input (llama-server): a single one, or without pooling one per token. Raise
-    RequestError.
-    """
+    RequestError."""
     model.require("embedding")
     fields = BodyFields(body, EMBEDDING)
     fields.text("model")
@@ -144,8 +143,7 @@ async def _relevance(
 
 def _read_pairs(fields: BodyFields) -> tuple[tuple[str, str], list[str], list[str]]:
     """Return the names of the two fields and the texts of both. The first field may have one text for all. Raise
-    InvalidValue.
-    """
+    InvalidValue."""
     given = {name: texts for pair in SCORE_FIELDS for name in pair if (texts := _read_scored(fields, name))}
     names = next((pair for pair in SCORE_FIELDS if given.keys() == set(pair)), None)
     if names is None:
@@ -201,8 +199,7 @@ async def _read_inputs(fields: BodyFields, names: tuple[str, ...], model: Served
 
 async def _read_chat(fields: BodyFields, model: ServedModel) -> EncoderInput:
     """Return the tokens of a chat as the model's template renders it, by default without the beginning of an answer.
-    Raise UnsupportedByModel, InvalidValue or ContextExceeded.
-    """
+    Raise UnsupportedByModel, InvalidValue or ContextExceeded."""
     if not model.template.exists:
         raise UnsupportedByModel(
             "this model has no chat template; send input instead of messages, or set chat-template in its preset"
@@ -243,8 +240,7 @@ async def _prepare(
     truncate: int | None,
 ) -> list[EncoderInput]:
     """Truncate or reject long inputs and set the tokens that pooling skips. `rows`: the tokens of `texts` with `prompt`
-    before each.
-    """
+    before each."""
     skipped = 0
     if prompt and encoding.skips_prompt:
         [alone] = await model.encode([prompt], model.text_limit("prompt_name"))
@@ -342,8 +338,7 @@ def _count(texts: Sequence[EncoderInput]) -> int:
 
 def shorten(vector: list[float], dimensions: int) -> list[float]:
     """Truncate the vector to `dimensions` components and normalize it (Matryoshka embeddings, Kusupati et al. 2022).
-    Raise InvalidValue if it has fewer components.
-    """
+    Raise InvalidValue if it has fewer components."""
     if dimensions > len(vector):
         raise InvalidValue(
             f"dimensions must be at most {len(vector)}, the size of this model's vectors", param="dimensions"

@@ -86,8 +86,7 @@ async def count_token(body: Json, model: ServedModel) -> JsonAnswer:
 
 async def get_conv_template(body: Json, model: ServedModel) -> JsonAnswer:
     """Return the model's chat template as FastChat's separators. Raise RequestError, or UnsupportedByModel if
-    separators cannot express it.
-    """
+    separators cannot express it."""
     fields = BodyFields(body, CONV_TEMPLATE)
     fields.text("model")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
@@ -162,8 +161,7 @@ def _not_expressible() -> UnsupportedByModel:
 
 class FastChatWriter(ReplyWriter):
     """Writer of `{text, usage, logprobs, error_code, finish_reason}` with all of the text so far, including an echoed
-    prompt.
-    """
+    prompt."""
 
     def __init__(self, parsed: ParsedCompletion, begin: str, model: ServedModel, *, has_logprobs: bool):
         self._text = begin

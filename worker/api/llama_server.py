@@ -31,8 +31,7 @@ async def completion(body: Json, model: ServedModel) -> GenerationCall:
 
 async def infill(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a fill-in-the-middle request. Raise RequestError; UnsupportedByModel for a model without fill-in-the-middle
-    tokens.
-    """
+    tokens."""
     model.require("completion")
     fields = BodyFields(body, INFILL)
     return await _completion(fields, model, await _infill_prompt(fields, model))
@@ -145,8 +144,7 @@ def _settings(generation: GenerationRequest, *, stream: bool) -> Json:
 
 async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
     """Render a chat to its prompt, without a beginning of text that the tokenizer adds to a prompt. Raise
-    RequestError.
-    """
+    RequestError."""
     fields = BodyFields(body, TEMPLATE)
     conversation = chat_template.read(fields, model.template)
     fields.skip(TEMPLATE)
@@ -171,8 +169,7 @@ class LlamaServerWriter(ReplyWriter):
         shown: Sequence[str] = (),
     ):
         """`prompts`: the prompts as texts. `settings`: the effective settings. `shown`: return only these fields of a
-        whole body, with `a/b` for a nested field; empty for all.
-        """
+        whole body, with `a/b` for a nested field; empty for all."""
         self._shown = shown
         self._generations = generations
         self._n = generations[0].n

@@ -1,6 +1,5 @@
 """LMI's invocations: inputs and parameters, answered whole or as lines of JSON, or with vectors by embedders. Bodies
-with fields of OpenAI's or vLLM's calls are answered as at the paths of these calls.
-"""
+with fields of OpenAI's or vLLM's calls are answered as at the paths of these calls."""
 
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -36,8 +35,7 @@ _FINISHES = {"length": "length", "stop": "eos_token"}
 
 async def invocations(body: Json, model: ServedModel) -> GenerationCall | JsonAnswer:
     """Parse a completion of one or more inputs, or with messages or a prompt OpenAI's; otherwise compute vectors or
-    scores. Raise RequestError.
-    """
+    scores. Raise RequestError."""
     generates = "completion" in model.engine.capabilities
     if "inputs" not in body and (compute := _vector_call(body, generates=generates)):
         return await compute(body, model)

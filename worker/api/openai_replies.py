@@ -347,8 +347,7 @@ class TextWriter(_OpenAiWriter):
 
 class LegacyLogprobs:
     """The four logprob arrays of one choice in the legacy format. Offsets count characters of its text, including an
-    echoed prompt.
-    """
+    echoed prompt."""
 
     def __init__(self, special_ids: frozenset[int], echo: str, logprob_settings: LogprobOptions):
         self._special_ids = special_ids
@@ -372,8 +371,7 @@ class LegacyLogprobs:
 
     def _advance(self, entry: TokenLogprob, text: str) -> int:
         """Return the offset of the token's beginning. A special token has a length only if the echoed
-        text contains it.
-        """
+        text contains it."""
         begin = self._offset
         characters = self._decode(entry.piece)
         if entry.token not in self._special_ids or text.startswith(characters, begin):

@@ -54,8 +54,7 @@ async def _parse_cut(
 ) -> ParsedCompletion:
     """Parse `messages` without the oldest turns, as few as the context requires. Leading system messages stay. A turn
     begins with a message of the user, so that results of tools keep their calls. Raise ContextExceeded if not even the
-    last turn fits.
-    """
+    last turn fits."""
     head = next((at for at, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
     begins = [head, *(at for at, message in enumerate(messages) if at > head and message["role"] == "user")]
     found, low, high = None, 0, len(begins) - 1
@@ -168,8 +167,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
 
 def _input(fields: BodyFields, no_vision: str) -> list[Json]:
     """Return the messages. Calls and reasoning of one assistant turn become one message. `no_vision`: reason why images
-    are not supported.
-    """
+    are not supported."""
     given = fields.take("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

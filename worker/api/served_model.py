@@ -106,8 +106,7 @@ class ServedModel:
 
     async def check_grammar(self) -> None:
         """Raise StartError for a grammar of the preset that cannot be compiled. Every request would fail. Warn of a
-        limit of reasoning that has no effect.
-        """
+        limit of reasoning that has no effect."""
         if "completion" not in self.engine.capabilities:
             return
         grammars = [] if self.defaults.grammar is None else [self.defaults.grammar]
@@ -254,8 +253,7 @@ class ServedModel:
 
     async def first_tokens(self, texts: Sequence[str], count: int, param: str) -> list[str]:
         """Return the beginning of each text that its first `count` tokens stand for. Special tokens do not count.
-        `param`: the field of the texts.
-        """
+        `param`: the field of the texts."""
         limit = TextLimit(count, param, keep="start")
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
 
@@ -272,8 +270,7 @@ class ServedModel:
 
     async def encode_pairs(self, first: str, seconds: Sequence[str], limit: TextLimit) -> list[EncoderInput]:
         """Join `first` with each of `seconds` as the tokenizer joins pairs. If `limit` allows a cut, remove tokens
-        beyond it from the end of the longer text of a pair. Raise the errors of `encode`.
-        """
+        beyond it from the end of the longer text of a pair. Raise the errors of `encode`."""
         first = self.text_bound.fit(first, limit)
         seconds = [self.text_bound.fit(second, limit) for second in seconds]
         total = 0
@@ -359,8 +356,7 @@ class ServedModel:
 
     def start_of_text(self, name: str) -> list[int]:
         """Return the tokens that stand for an empty text. Raise InvalidValue naming field `name` if the model has no
-        such token.
-        """
+        such token."""
         if isinstance(self.tokenizer.bos_token_id, int):
             return [self.tokenizer.bos_token_id]
         raise InvalidValue(f"{name} must not be empty: this model has no beginning-of-text token", param=name)
@@ -428,15 +424,13 @@ class ServedModel:
 
 def _is_special(token: Any) -> bool:
     """Match llguidance (toktrie_hf_tokenizers 1.9): an added token spelled `<...>` is special to it, even if the
-    tokenizer does not mark it as special (Qwen's `<tool_call>` and `<think>` are not marked).
-    """
+    tokenizer does not mark it as special (Qwen's `<tool_call>` and `<think>` are not marked)."""
     return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 def _response_template(tokenizer: "PreTrainedTokenizerBase") -> Any:
     """Return the tokenizer's response template, which describes how to parse answers; None if it has none or an invalid
-    one.
-    """
+    one."""
     given = getattr(tokenizer, "response_template", None)
     if given is None:
         return None

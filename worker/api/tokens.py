@@ -19,8 +19,7 @@ _SOURCES = ("content", "prompt", "messages")
 
 async def tokenize(body: Json, model: ServedModel) -> JsonAnswer:
     """Return the token ids of llama-server's `content`, of vLLM's `prompt`, or of the prompt for `messages`. Raise
-    RequestError.
-    """
+    RequestError."""
     given = [name for name in _SOURCES if body.get(name) is not None]
     if len(given) > 1:
         raise InvalidValue(f"{' and '.join(given)} exclude each other; send one of them", param=given[1])
@@ -91,8 +90,7 @@ async def _tokens_answer(
 
 async def detokenize(body: Json, model: ServedModel) -> JsonAnswer:
     """Return the text of `tokens`, including special tokens; vLLM's clients read it from `prompt`.
-    Raise RequestError.
-    """
+    Raise RequestError."""
     fields = BodyFields(body, DETOKENIZE)
     fields.text("model")
     listed = fields.sequence("tokens")

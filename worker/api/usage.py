@@ -56,8 +56,7 @@ class UsageTotals:
     @property
     def _cached(self) -> int:
         """Cached tokens of the first choice of each prompt. Further choices reuse the first choice's prefill, which
-        does not count as cached.
-        """
+        does not count as cached."""
         return sum(timings.cached_tokens for (_, index), timings in self._latest.items() if index == 0)
 
     @property
@@ -88,8 +87,7 @@ class UsageTotals:
 
     def timings(self) -> Json:
         """Return llama-server's `timings` so far. Choices run concurrently, so durations are those of
-        the longest one.
-        """
+        the longest one."""
         drafted, accepted = self._drafted
         # As in llama-server, only if something was drafted.
         drafts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
@@ -132,8 +130,7 @@ def _timings(
 
 def progress_field(prefill: PrefillProgress, *, has_timings: bool = False) -> Json:
     """Return llama-server's `prompt_progress` (tokens and milliseconds). `has_timings`: add the timings of the computed
-    part.
-    """
+    part."""
     done = prefill.done - prefill.cached
     timings = _timings(cached=prefill.cached, prompt_n=max(done, 0), prefill_seconds=prefill.seconds)
     return ({"timings": timings} if has_timings else {}) | {

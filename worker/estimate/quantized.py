@@ -31,8 +31,7 @@ _DEQUANTIZING_BYTES = {4: 8, 8: 5}
 def stored_tensors(options: ModelOptions, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
     """Yield the bytes in memory of each tensor of a quantized checkpoint: quantized tensors and their scales as stored,
     other floats in the dtype of the model. If loading dequantizes the weights, all tensors have that dtype, and there
-    are no scales.
-    """
+    are no scales."""
     stated = quantization.quantization_config(config)
     device = torch.device(options.devices[0])
     dequantizes = quantization.dequantizes(quantization.named(config), device)

@@ -113,8 +113,7 @@ def _unfinished_bytes(folder: Path) -> int:
 @contextlib.contextmanager
 def _unfinished(target: Path) -> Iterator[Path | None]:
     """Yield an empty folder that becomes `target` at the end of the block; None if `target` exists. The folder is
-    removed if the block raises.
-    """
+    removed if the block raises."""
     if target.exists():
         yield None
         return
@@ -334,8 +333,7 @@ def check_disk_space(folder: Path, free: int, size: int) -> None:
 @contextlib.contextmanager
 def _caught(writer: TensorWriter) -> Iterator[None]:
     """Write each weight that loading assigns to a module, and assign a placeholder of the same shape instead. So the
-    whole model is never in memory.
-    """
+    whole model is never in memory."""
 
     def catch(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
         # transformers marks parameters that come from the files; meta tensors belong to the empty model
@@ -361,8 +359,7 @@ def _is_placeholder(parameter: torch.nn.Parameter) -> bool:
 
 def _write_buffers(model: Any, writer: TensorWriter) -> None:
     """Write the stored buffers, which loading does not assign as parameters. Raise StartError for a weight that did not
-    come from the files.
-    """
+    come from the files."""
     own = {id(parameter) for parameter in model.parameters() if not _is_placeholder(parameter)}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.nn.Parameter):

@@ -26,8 +26,7 @@ _HEADER_ALIGNMENT = 64  # of the first tensor in the file; aligned tensors are f
 
 class TensorWriter:
     """A safetensors file whose tensors are written in the order of their arrival, and whose header is written last,
-    into space reserved for it. Written bytes are synced piece by piece.
-    """
+    into space reserved for it. Written bytes are synced piece by piece."""
 
     def __init__(self, path: Path, max_tensors: int, on_sync: Callable[[int], None]):
         """`on_sync` receives the bytes written so far after each sync."""

@@ -18,8 +18,7 @@ AdapterChoices = tuple[AdapterChoice | None, ...]
 
 def read(fields: BodyFields, *names: str, prompts: int = 1) -> AdapterChoices:
     """Return the adapter of each prompt; None if the body does not select one. Raise InvalidValue or
-    UnsupportedField.
-    """
+    UnsupportedField."""
     value = fields.any_of(fields.take, *names)
     if value is None:
         return (None,) * prompts

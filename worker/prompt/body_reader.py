@@ -150,8 +150,7 @@ class BodyFields:
 
     def checked(self, name: str) -> Any:
         """Return the value of a field that becomes part of another dialect's body. It is validated here, so that errors
-        use the name that the client sent.
-        """
+        use the name that the client sent."""
         match sorted(kinds(self._table[name]) - {"null"}):
             case ["integer"]:
                 return self.integer(name)
@@ -172,8 +171,7 @@ class BodyFields:
 
     def refuse(self, name: str, message: str, *, extra: Json | None = None) -> None:
         """Raise UnsupportedField with `message` unless the field is absent, null or has a value that
-        the table accepts.
-        """
+        the table accepts."""
         value = self.take(name)
         if value is not None and not allows(self._table[name], value):
             raise UnsupportedField(message, param=self.path + name, extra=extra)

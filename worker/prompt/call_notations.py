@@ -46,8 +46,7 @@ def lines_to_json(region: str) -> str:
 
 def objects_to_list(region: str) -> str:
     """Rewrite `{"name": "f", ...} {...}` as `[{"name": "f", ...}, {...}]`, wherever it is in `region`. Raise ValueError
-    for text between the objects.
-    """
+    for text between the objects."""
     begin, end = region.find("{"), region.rfind("}") + 1
     if "[" in region[:begin]:
         return region
@@ -71,8 +70,7 @@ def keyed_to_json(region: str) -> str:
 
 def _to_json(text: str) -> str:
     """Translate `text`. Raise ValueError for a character outside of both notations, IndexError for a bracket that
-    closes nothing.
-    """
+    closes nothing."""
     written: list[str] = []
     closing: list[str] = []  # of the open brackets
     end = 0

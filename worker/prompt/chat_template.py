@@ -324,8 +324,7 @@ def _parts(message: Json) -> list[str | EncodedImage]:
 
 def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplate, no_vision: str) -> Json:
     """Normalize a message for templates: content is a string, or texts and images; tool-call arguments are objects, or
-    text for a template that takes text.
-    """
+    text for a template that takes text."""
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     role = message.get("role")
@@ -390,8 +389,7 @@ def _texts(where: str, message: Json, names: Iterable[str]) -> dict[str, str]:
 
 def _add_assistant_fields(where: str, plain: Json, extras: Mapping[str, str], fields: BodyFields) -> Json:
     """Add fields that only some servers use: `refusal` is content if there is no other content, `reasoning` is
-    `reasoning_content`.
-    """
+    `reasoning_content`."""
     refusal, reasoning = extras.get("refusal"), extras.get("reasoning")
     if refusal is not None:
         if plain["content"] is None:
@@ -450,8 +448,7 @@ def _image(where: str, part: Json, fields: BodyFields) -> EncodedImage:
 
 def read_image_url(where: str, url: Any, detail: Any, fields: BodyFields) -> EncodedImage:
     """Return the image of a data URL. `detail` is validated and reported as ignored: the model determines the
-    resolution.
-    """
+    resolution."""
     if detail is not None and detail not in DETAILS:
         raise InvalidValue(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
     if detail not in (None, "auto"):
@@ -484,8 +481,7 @@ def _tool_call(where: str, call: Any, template: ChatTemplate) -> Json:
 
 def _to_object(arguments: str) -> Json | str:
     """Parse arguments for templates of tool-using models, which expect an object. Invalid JSON from an earlier answer
-    stays a string.
-    """
+    stays a string."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -39,8 +39,7 @@ class LogprobOptions:
 
     def prompt_entries(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None] | None:
         """Return `prompt_logprobs`: for each prompt token, the token and its alternatives by id. The first token has
-        none.
-        """
+        none."""
         if self.prompt_logprobs is None:
             return None
         return [None if entry.logprob is None else self._ranked(entry) for entry in entries]
@@ -78,8 +77,7 @@ def alternatives(fields: BodyFields, name: str, most: int) -> int | None:
 
 def read(fields: BodyFields, *, logprobs: int | None, most: int, stream: bool) -> LogprobOptions:
     """Read the options. `logprobs`: the number of alternatives, read by the caller. `most`: the model's max-logprobs.
-    Raise InvalidValue.
-    """
+    Raise InvalidValue."""
     prompt_alternatives = alternatives(fields, "prompt_logprobs", most)
     if prompt_alternatives is not None and stream:
         raise InvalidValue(

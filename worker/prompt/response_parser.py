@@ -87,14 +87,12 @@ class AnswerParser:
 
     def _feed(self, text: str) -> list[Any]:
         """Return the parser's events. After each region it searches the rest of its text for each marker, so a long
-        text of many regions would take quadratic time at once.
-        """
+        text of many regions would take quadratic time at once."""
         return [event for at in range(0, len(text), _PIECE) for event in self._parser.feed(text[at : at + _PIECE])]
 
     def take(self, delta: Delta) -> tuple[list[AnswerPart], int]:
         """Parse the next delta; the last one also returns text that was held back. The second value is the number of
-        reasoning tokens.
-        """
+        reasoning tokens."""
         was_thinking = self.is_thinking
         parts = self.push(delta.text) if delta.text else []
         if delta.finish is not None:
@@ -256,8 +254,7 @@ def call_syntax(chat_format: ChatFormat | None) -> CallSyntax:
 
 def marker_tokens(chat_format: ChatFormat | None, special: Mapping[str, int]) -> frozenset[int]:
     """Return the ids of the special tokens that mark regions in this format. They must stay in the
-    text for the parser.
-    """
+    text for the parser."""
     if chat_format is None:
         return frozenset()
     text = re.sub(r"\\(.)", r"\1", "\n".join(_strings(chat_format.response)))
@@ -273,8 +270,7 @@ def _strings(value: Any) -> list[str]:
 
 def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
     """Return the response template reduced to region boundaries: contents are captured as raw text, so that parsing
-    never fails.
-    """
+    never fails."""
     fields: dict[str, Json] = {}
     for name, given in response["fields"].items():
         if name in (CALLS_FIELD, *REASONING_FIELDS) and name not in kept:

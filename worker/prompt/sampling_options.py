@@ -70,8 +70,7 @@ class SamplingDefaults:
 
     def complete(self, body: Json, table: Mapping[str, Any]) -> Json:
         """Return `body` with the members of `table` that it lacks. A member of the body with the same meaning takes
-        precedence, and tools do over a grammar.
-        """
+        precedence, and tools do over a grammar."""
         if not self.members:
             return body
         added = {name: value for name, value in self.members.items() if name in table and body.get(name) is None}
@@ -114,8 +113,7 @@ def defaults(preset: str, checkpoint: Mapping[str, Any], *, vocab_size: int) -> 
 
 def _of_checkpoint(config: Mapping[str, Any]) -> Json:
     """Translate generation_config.json. `do_sample: false` means greedy, which disables all sampling parameters but
-    those against repetition.
-    """
+    those against repetition."""
     tuning: Json = {}
     for key in _CHECKPOINT_KEYS:
         try:
@@ -198,8 +196,7 @@ def _to_token(key: str) -> int | None:
 
 def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[int, float]:
     """Return biases by token id from `{"id or text": bias}` or `[[id or text, bias], ...]`. A bias of false bans the
-    token, as in llama-server. Token ids outside the vocabulary are an error, as in OpenAI's API and vLLM.
-    """
+    token, as in llama-server. Token ids outside the vocabulary are an error, as in OpenAI's API and vLLM."""
     if value is None:
         return {}
     if isinstance(value, dict):

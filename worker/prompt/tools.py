@@ -138,8 +138,7 @@ def preamble(
 
 def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) -> int | None:
     """Return the token that begins reasoning; None unless one special token begins and another one ends it, so that a
-    grammar can limit it.
-    """
+    grammar can limit it."""
     if chat_format is None or chat_format.reasoning_markers is None:
         return None
     begin, end = chat_format.reasoning_markers
@@ -150,8 +149,7 @@ def opening_token(chat_format: ChatFormat | None, special: Mapping[str, int]) ->
 def any_text(opening: int, *, is_open: bool, messages: Messages | None = None) -> Grammar:
     """Return the grammar of any text, for an answer whose reasoning a preamble limits. `opening`: the token that begins
     reasoning. No text begins with it, so that the preamble cannot be bypassed. It begins all `messages`, of which none
-    is reasoning.
-    """
+    is reasoning."""
     if messages is not None:
         others = " | ".join(map(_literal, messages.others))
         return Grammar("lark", f"start: (<[{opening}]> ({others}) <[^{opening}]>*)+", REASONING_BUDGETS[0])

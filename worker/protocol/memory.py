@@ -1,6 +1,5 @@
 """Byte counts and limits that both sides use: the router for estimates before a worker exists, the worker for its exact
-estimate and in the engine. Sizes are bytes unless a name states another unit.
-"""
+estimate and in the engine. Sizes are bytes unless a name states another unit."""
 
 from collections.abc import Mapping
 

@@ -117,8 +117,7 @@ def kinds(schema: Schema) -> set[str]:
 
 def ranges(schema: Schema) -> list[tuple[float, float | None]]:
     """Return the smallest and the largest number of each range that the schema of a request field allows; None: no
-    bound. A field that takes numbers has a minimum.
-    """
+    bound. A field that takes numbers has a minimum."""
     if "anyOf" in schema:
         return [each for option in schema["anyOf"] for each in ranges(option)]
     if "const" in schema or "enum" in schema:
