@@ -56,7 +56,6 @@ def reserved(
                     lock_timeout,
                 )
             check(_missing_bytes(files), _missing_bytes(_reservations(folder), excluding=files))
-            stack.callback(_remove_empty, root, folder)
             try:
                 stack.enter_context(_reservation(folder, files))
             except OSError as error:
@@ -67,7 +66,7 @@ def reserved(
 
 @contextlib.contextmanager
 def _exclusive(root: Path, timeout: float) -> Iterator[bool]:
-    """Hold the lock under which reservations are made and removed. Yield False if `timeout` seconds were not enough."""
+    """Hold the lock under which reservations are made. Yield False if `timeout` seconds were not enough."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, timeout)
@@ -108,17 +107,6 @@ def _reservation(folder: Path, files: Mapping[Path, int]) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _remove_empty(root: Path, folder: Path) -> None:
-    """Remove the folder of the reservations if it is empty.
-
-    It does not wait for the lock: if another download holds it, that one removes the folder.
-    """
-    with contextlib.suppress(OSError), _exclusive(root, 0.0) as is_locked:
-        if is_locked:
-            folder.rmdir()
-            folder.parent.rmdir()
 
 
 def _missing_bytes(files: Mapping[Path, int], excluding: Mapping[Path, int] | None = None) -> int:
