@@ -89,12 +89,14 @@ def _reading(index: int = 0) -> tuple[Any, str]:
 @cache
 def _mem_info() -> tuple[int, int]:
     """Free and total bytes by torch, read in a process of its own: this process stays without a context."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(*torch.cuda.mem_get_info(0))"],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    free, total = map(int, done.stdout.split())
+    free, total = map(int, _output("import torch; print(*torch.cuda.mem_get_info(0))").split())
     return free, total
+
+
+def _output(program: str) -> str:
+    """What a Python program prints, in a process of its own."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def _settled(setting: Setting, before: int, begin: float) -> float:
@@ -128,8 +130,7 @@ print(opened, used, listed)
 
 def nvml_seconds() -> list[float]:
     """Seconds to open NVML in a process of its own, and of the two queries that a worker makes."""
-    done = subprocess.run([sys.executable, "-c", NVML], capture_output=True, text=True, check=True, timeout=120)
-    return list(map(float, done.stdout.split()))
+    return list(map(float, _output(NVML).split()))
 
 
 CONTEXT = """
@@ -1070,13 +1071,8 @@ def ranks(setting: Setting) -> Facts:
     from tests import tiny
     from worker.protocol.memory import DEVICE_PROCESS_BYTES, NCCL_BYTES
 
-    if not setting.on_cpu:
-        done = subprocess.run(
-            [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-            capture_output=True, text=True, check=True, timeout=120,
-        )  # fmt: skip
-        if int(done.stdout) < 2:
-            return {"skipped": "it takes two accelerators"}
+    if not setting.on_cpu and int(_output("import torch; print(torch.cuda.device_count())")) < 2:
+        return {"skipped": "it takes two accelerators"}
     size = {} if setting.on_cpu else {
         "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
         "num_key_value_heads": 4,
