@@ -330,7 +330,3 @@ def diagnose(error: BaseException) -> tuple[int, str]:
     if error.__cause__ is not None and diagnose(error.__cause__)[0] != CRASHED:
         return diagnose(error.__cause__)
     return CRASHED, f"{type(error).__name__}: {text}"
-
-
-if __name__ == "__main__":
-    main()
