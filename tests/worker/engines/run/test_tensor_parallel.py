@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
+from tests.worker.drafts import Oracle, drafting
 from tests.worker.families import SHALLOW
 from tests.worker.loaded import (
     DEADLINE,
@@ -41,10 +42,7 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
-from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import AdapterNotFound, Draining, RankLost, StartError, UnusableAdapter
 from worker.estimate import estimate, tensor_parallel
 from worker.interface import AdapterChoice
@@ -146,28 +144,10 @@ async def test_ranks_compute_drafts_together(family: str, tmp_path: Path) -> Non
     folder = tiny.make(family, tmp_path)
     model = reference(folder)
     expected = [generated(model, prompt, NEW) for prompt in PROMPTS]
-
-    class Mixed:
-        """Drafts of which some tokens are right."""
-
-        catch_up, is_settled = 0.0, True
-        on_larger_step: Callable[[], None] | None = None
-
-        def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> list[list[int]]:
-            texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
-            found = []
-            for segment in segments:
-                tokens = segment.sequence.tokens
-                known = next(text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens)
-                found.append([*known[:2], 7, 8][: segment.draft_room])
-            return found
-
-        def reorder(self, seconds: float) -> None: ...
-
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     with ranked(folder, ngram_size=2) as (engine, _):
         async with serving(engine):
-            drafter, work = Drafter(DraftLength((4,)), Mixed()), work_of(engine)
-            work._backend = replace(work._backend, drafter=drafter)
+            drafter = drafting(engine, Oracle(0.7, texts))
             collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in collected] == expected
             assert 0 < drafter.accepted < drafter.drafted
