@@ -503,13 +503,13 @@ def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
     ready.set()
     thread = WorkThread("masks")
     rows = [SpinningMatcher(1, ready), SpinningMatcher(2, never), SpinningMatcher(3, ready), SpinningMatcher(4, never)]
-    masks = Masks(thread, rows, 4).result(DEADLINE)
+    masks = Masks(thread, rows, 4).result()
     assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
     assert [row._credit.is_exceeded for row in rows] == [False, True, False, True]
     with pytest.raises(InvalidValue):
         rows[1].take(0)
     never.set()  # the slow calls end and write to no row that is in use
-    assert Masks(thread, [rows[0]], 4).result(DEADLINE).tolist() == [[1] * 4]
+    assert Masks(thread, [rows[0]], 4).result().tolist() == [[1] * 4]
     assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
     thread.close()
 
@@ -562,7 +562,7 @@ def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool
         CountedMatcher(clock, *row)
         for row in zip(seconds, [None if ends or not is_slow else released for is_slow in slow], strict=True)
     ]
-    masks = Masks(thread, rows, 4).result(DEADLINE)
+    masks = Masks(thread, rows, 4).result()
     released.set()
     assert [row._credit.is_exceeded for row in rows] == slow
     assert masks.tolist() == [[0 if is_slow else 1] * 4 for is_slow in slow]
@@ -574,7 +574,7 @@ def test_masks_of_drafts_take_no_time_from_those_of_answers() -> None:
     rows = [CountedMatcher(clock, seconds, None) for seconds in (0.15, 0.06, 0.06, 0.06, 0.045)]
     for row in rows[1:4]:
         row.is_drafted = True
-    Masks(WorkThread("masks", clock), rows, 4).result(DEADLINE)
+    Masks(WorkThread("masks", clock), rows, 4).result()
     assert [row._credit.is_exceeded for row in rows] == [False, False, True, True, False]
     thread.close()
 
@@ -749,7 +749,7 @@ def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
 
 def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
-    bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
+    bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result()
     grammars.close()
     allowed = np.nonzero(mask_bias(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
     assert bits.shape == (1, 76)

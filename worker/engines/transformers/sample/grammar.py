@@ -26,7 +26,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -267,94 +267,48 @@ class MaskBudget:
         return is_within
 
 
-class _Rows:
-    """The rows of masks that one job computes, one after the other."""
-
-    def __init__(
-        self,
-        matchers: Sequence[GrammarMatcher],
-        bits: Bits,
-        budgets: Mapping[bool, MaskBudget],
-        clock_of_thread: Callable[[], Clock],
-    ):
-        """`budgets`: of drafted rows (True) and of others."""
-        self._matchers, self._bits, self._budgets = matchers, bits, budgets
-        self._clock_of_thread = clock_of_thread
-        self._lock = threading.Lock()
-        self._row, self._row_begun = 0, 0.0  # the row in progress, and the job's CPU seconds when it began
-        self.taken: list[float] = []  # CPU seconds of each row that is done
-        self._is_given_up = False
-
-    def compute(self) -> None:
-        clock = self._clock_of_thread()
-        begun = clock()
-        for row, matcher in enumerate(self._matchers):
-            matcher.fill(self._bits[row])
-            now = clock() - begun
-            with self._lock:
-                if self._is_given_up:
-                    return
-                self.taken.append(now - self._row_begun)
-                is_within = self._budgets[matcher.is_drafted].spend(self.taken[-1])
-                self._row, self._row_begun = row + 1, now
-            if not is_within:
-                matcher.give_up()
-                self._bits[row] = 0
-
-    def give_up_slow(self, job: Job[None]) -> int | None:
-        """Return the row in progress and stop after it, if it has taken too long. Otherwise None."""
-        with self._lock:
-            if self._row == len(self._matchers):
-                return None
-            taken, budget = job.cpu_seconds - self._row_begun, self._budgets[self._matchers[self._row].is_drafted]
-            if taken <= budget.limit:
-                return None
-            budget.spend(taken)
-            self._is_given_up = True
-            return self._row
-
-
 class Masks:
-    """Masks of one step, while they are computed."""
+    """Masks of one step, while they are computed one after the other."""
 
     def __init__(self, thread: WorkThread, matchers: Sequence[GrammarMatcher], width: int):
-        self._thread, self._matchers, self._width = thread, matchers, width
-        # Rows of drafts have a budget of their own, so that no answer fails because of them.
-        rows = sum(not matcher.is_drafted for matcher in matchers)
-        self._budgets = {False: MaskBudget(rows), True: MaskBudget(0, DRAFT_SECONDS)}
-        self._begun = self._begin(matchers)
+        self._thread, self._matchers = thread, matchers
+        self._bits = np.zeros((len(matchers), width), np.uint8)
+        fills = zip(matchers, self._bits, strict=True)
+        self._jobs = [thread.submit(functools.partial(matcher.fill, row)) for matcher, row in fills]
 
-    def _begin(self, matchers: Sequence[GrammarMatcher]) -> tuple[Bits, _Rows, Job[None]]:
-        bits = np.zeros((len(matchers), self._width), np.uint8)
-        rows = _Rows(matchers, bits, self._budgets, self._thread.clock_of_thread)
-        return bits, rows, self._thread.submit(rows.compute)
-
-    def result(self, timeout: float | None = None) -> Bits:
+    def result(self) -> Bits:
         """Wait for the masks, uint8 `[matchers, bytes]`. A row that exceeds the budget is zero, and its matcher fails
-        from then on. The wait is charged to the others. `timeout`: seconds until TimeoutError, None for none."""
-        done: list[Bits] = []
-        charges: list[tuple[GrammarMatcher, float]] = []
-        left = self._matchers
+        from then on. The wait is charged to the others."""
+        # Rows of drafts have a budget of their own, so that no answer fails because of them.
+        rows = sum(not matcher.is_drafted for matcher in self._matchers)
+        budgets = {False: MaskBudget(rows), True: MaskBudget(0, DRAFT_SECONDS)}
         begin = time.monotonic()
-        bits, rows, job = self._begun
+        charges: list[tuple[GrammarMatcher, float]] = []
+        failed: list[int] = []
+        for row, (matcher, job) in enumerate(zip(self._matchers, self._jobs, strict=True)):
+            budget = budgets[matcher.is_drafted]
+            self._wait(job, budget)
+            seconds = job.cpu_seconds
+            if budget.spend(seconds):
+                charges.append((matcher, seconds))
+            else:
+                matcher.give_up()
+                failed.append(row)
+        charge_wait(charges, time.monotonic() - begin)
+        if not failed:
+            return self._bits
+        bits = self._bits.copy()  # a slow call may still write to its row
+        bits[failed] = 0
+        return bits
+
+    def _wait(self, job: Job[None], budget: MaskBudget) -> None:
+        """Wait for one row. If it takes too long, it steps aside for the rows behind it."""
         while True:
             try:
-                job.future.result(min(_POLL_INTERVAL, MASK_SECONDS / len(self._matchers)))
-                charges += zip(left, rows.taken, strict=True)
-                charge_wait(charges, time.monotonic() - begin)
-                return np.concatenate([*done, bits]) if done else bits
+                return job.future.result(min(_POLL_INTERVAL, MASK_SECONDS / len(self._matchers)))
             except TimeoutError:
-                if timeout is not None and time.monotonic() > begin + timeout:
-                    raise
-                slow = rows.give_up_slow(job)
-            if slow is not None:
-                left[slow].give_up()
-                self._thread.step_aside(job)
-                charges += zip(left[:slow], rows.taken, strict=True)
-                # The slow call may still write to its own row, so this row becomes a new one.
-                done += [bits[:slow].copy(), np.zeros((1, self._width), np.uint8)]
-                left = left[slow + 1 :]
-                bits, rows, job = self._begin(left)
+                if job.cpu_seconds > budget.limit:
+                    return self._thread.step_aside(job)
 
 
 def charge_wait(taken: Sequence[tuple[GrammarMatcher, float]], waited: float) -> None:

@@ -36,12 +36,13 @@ class Job(Generic[Result]):
         self.future: Future[Result] = Future()
         self._clock: Clock | None = None  # of the thread that runs it
         self._begun = 0.0
+        self._seconds = 0.0
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the call so far; 0.0 before it has begun and after it has ended."""
+        """CPU time of the call so far; 0.0 before it has begun."""
         clock = self._clock
-        return 0.0 if clock is None else max(0.0, clock() - self._begun)
+        return self._seconds if clock is None else max(0.0, clock() - self._begun)
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -51,11 +52,16 @@ class Job(Generic[Result]):
         try:
             result = self._function()
         except BaseException as error:  # noqa: BLE001 - the caller gets it
-            self._clock = None
+            self._end(clock)
             self.future.set_exception(error)
         else:
-            self._clock = None
+            self._end(clock)
             self.future.set_result(result)
+
+    def _end(self, clock: Clock) -> None:
+        # The time is stored before the clock is dropped: another thread may read it in between.
+        self._seconds = clock() - self._begun
+        self._clock = None
 
 
 class WorkThread:
