@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import generation, load_with
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.engine import TransformersEngine
@@ -115,7 +116,7 @@ class Drive:
     def to_the_end(self) -> None:
         while self.work.has_work:
             self.work.step()
-        self.work._scheduler.check_integrity()
+        check_scheduler(self.work._scheduler)
 
     async def collected(self, id: int) -> list[Any]:
         """All items sent to the stream of `id`: tokens, then the finish reason or the class of the error."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import collect_choices, complete_one, generation
 from tests.worker.scheduled import advance, sequence
 from tests.worker.stepped import JournalRunner, journaled
@@ -33,7 +34,7 @@ def computed(scheduler: Scheduler) -> dict[int, int]:
         for segment in batch:
             spent[segment.sequence.id] = spent.get(segment.sequence.id, 0) + segment.length
         advance(scheduler, batch)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     raise AssertionError("a sequence never ends")
 
 
@@ -59,7 +60,7 @@ def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
         scheduler.add(each)
     scheduler.next(99)
     scheduler.preempt(first)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert [each.id for each in scheduler] == [9, 0, 1, 2]
     assert sorted(scheduler.take_freed_rows()) == [0, 1, 2]
     assert computed(scheduler) == {9: 6 + 2, 0: 6 + 2, 1: 2, 2: 6 + 2}, "only two run at once from now on"

@@ -13,6 +13,7 @@ import transformers
 
 from tests import tiny
 from tests.worker.families import FAMILIES
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     complete_preempting,
@@ -90,7 +91,7 @@ async def test_greedy_text_equals_generate_after_preemptions(
             )
         assert collected == list(expected.values())
         assert work.report().prefill_tokens > sum(map(len, expected)), "some tokens were computed again"
-        work._scheduler.check_integrity()
+        check_scheduler(work._scheduler)
 
 
 def test_all_verified_families_are_tested_here() -> None:

@@ -15,6 +15,7 @@ import torch
 from tests import lora, tiny
 from tests.worker.drafts import ALWAYS, Oracle, drafting
 from tests.worker.every_kind import NEW, comparable, prompts, requests
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -57,7 +58,7 @@ def speculating(folder: Path, **changes: Any) -> TransformersEngine:
 async def answers(engine: TransformersEngine, wanted: Sequence[GenerationRequest]) -> list[list[CollectedChoice]]:
     async with asyncio.timeout(DEADLINE):
         found = await asyncio.gather(*(collect_choices(engine, request) for request in wanted))
-    work_of(engine)._scheduler.check_integrity()
+    check_scheduler(work_of(engine)._scheduler)
     return found
 
 
@@ -135,7 +136,7 @@ async def test_preempted_sequences_keep_their_text_in_a_pool_too_small_for_all_d
             while not all(task.done() for task in tasks):
                 put_back_the_youngest(engine)
                 await asyncio.sleep(0.001)
-        work_of(engine)._scheduler.check_integrity()
+        check_scheduler(work_of(engine)._scheduler)
     assert [task.result().tokens for task in tasks] == wanted
     assert drafter.accepted > 0
 

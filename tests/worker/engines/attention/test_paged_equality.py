@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from tests import tiny
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     collect_choices,
@@ -86,7 +87,7 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
         assert [each.tokens for each in logsums] == expected
         choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
         assert [each.tokens for each in choices] == [expected[3]] * 6
-        work_of(engine)._scheduler.check_integrity()
+        check_scheduler(work_of(engine)._scheduler)
 
 
 async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
@@ -104,7 +105,7 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
                     await stream.aclose()
                 logsums = await asyncio.gather(*tasks)
             assert [each.tokens for each in logsums] == expected
-        work_of(engine)._scheduler.check_integrity()
+        check_scheduler(work_of(engine)._scheduler)
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:

@@ -10,6 +10,7 @@ import torch
 from router.memory.segments import head_bytes
 from tests import tiny
 from tests.worker import kept
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     collect_choices,
     complete_one,
@@ -132,5 +133,5 @@ async def test_text_is_that_of_generate_over_such_a_cache(
         assert any(each.cached_tokens for each in logsums) == bool(kv_tokens)
         choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
-        work_of(engine)._scheduler.check_integrity()
+        check_scheduler(work_of(engine)._scheduler)
     assert len({token for text in texts for token in text}) > 10, "the text is varied enough for the comparison"

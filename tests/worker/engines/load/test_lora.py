@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import lora, tiny
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     CollectedChoice,
@@ -142,7 +143,7 @@ async def test_preempted_requests_with_adapters_answer_the_same_with_one_slot(
             wanted = [generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name)) for name, prompt in expected]
             reported = await asyncio.gather(*(complete_preempting(engine, request) for request in wanted))
         assert reported == list(expected.values())
-        work_of(engine)._scheduler.check_integrity()
+        check_scheduler(work_of(engine)._scheduler)
 
 
 # What a name stands for

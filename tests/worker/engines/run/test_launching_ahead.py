@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.worker.every_kind import NEW, WARM, comparable, requests
+from tests.worker.integrity import check_rows, check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -91,7 +92,7 @@ async def test_answers_are_the_same_with_and_without_launching_ahead(snapshot: P
             found.append(comparable(await answer_all(engine, wanted)))
             await complete_one(engine, PROMPT, max_tokens=9, sampling=replace(GREEDY, ignore_eos=True))
             assert (work_of(engine).steps_ahead >= 8) == ahead
-            work_of(engine)._scheduler.check_integrity()
+            check_scheduler(work_of(engine)._scheduler)
     assert found[0] == found[1]
     expected = [generated(model, each.prompt, NEW) for each in wanted[:2]]
     assert [collected[0][1] for collected in found[1][:2]] == expected
@@ -116,7 +117,7 @@ def runner(loaded: Any) -> Iterator[Paged]:
     model, config, device, dtype = loaded
     blocks = BlockAllocator(4, 4 * 4)
     yield PagedRunner(model, make_pool(config, blocks, dtype, device), blocks, device), blocks
-    blocks.check_integrity()
+    check_rows(blocks)
     assert not blocks.owners
 
 
@@ -442,7 +443,7 @@ async def test_steps_ahead_read_and_write_only_the_places_of_their_sequences(
     while drive.work.has_work or cancels:
         drive.step(cancels.pop(now, ()))
         now += 1
-    drive.work._scheduler.check_integrity()
+    check_scheduler(drive.work._scheduler)
     assert not capacity.owners
     assert not runner.faults
     for id, (_, limit, end, _, cancelled_after) in enumerate(script):

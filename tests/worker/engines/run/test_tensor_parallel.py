@@ -24,6 +24,7 @@ from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
 from tests.worker.drafts import Oracle, drafting
 from tests.worker.families import SHALLOW
+from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     collect_choices,
@@ -105,7 +106,7 @@ async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: P
             assert [len(each.tokens) for each in alone] == [len(each.tokens) for each in together] == [NEW] * 3
             choices = await collect_choices(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
             assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
-            work_of(engine)._scheduler.check_integrity()
+            check_scheduler(work_of(engine)._scheduler)
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ async def test_ranks_without_blocks_fork_cancel_and_preempt_rows_together(
             await stream.aclose()
             assert await together == [each.tokens for each in alone]
             work = work_of(engine)
-            work._scheduler.check_integrity()
+            check_scheduler(work._scheduler)
             estimated = Estimate(snapshot=str(folder), **{**COMMON, "threads": 1}, **changes)
             runner = work._backend.runner
             assert isinstance(runner, AlignedRunner)

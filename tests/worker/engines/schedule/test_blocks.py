@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.worker.integrity import check_rows, check_scheduler
 from tests.worker.scheduled import advance, sequence
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
@@ -30,7 +31,7 @@ def ran(blocks: BlockAllocator, each: Sequence) -> list[int]:
     blocks.cache_blocks(row, each)
     held = list(blocks.table(row).blocks)
     blocks.release(row)
-    blocks.check_integrity()
+    check_rows(blocks)
     return held
 
 
@@ -86,7 +87,7 @@ def test_sequences_share_prefix_blocks_and_continue_in_own_regions() -> None:
     assert blocks.table(other).blocks[2] % 8 == 0, "the start of a region"
     assert blocks.shared == 2 * B
     blocks.release(row)
-    blocks.check_integrity()
+    check_rows(blocks)
     assert list(blocks.table(other).spans(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
 
 
@@ -142,7 +143,7 @@ def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_
         batch = scheduler.next(system + own + B)
         computed += sum(segment.length for segment in batch)
         advance(scheduler, batch)
-        blocks.check_integrity()
+        check_rows(blocks)
     cached = sum(each.cached for each in sequences)
     assert computed + cached == clients * (system + own)
     # The two that begin in the first step compute some blocks side by side.
@@ -163,7 +164,7 @@ def test_a_prompt_in_the_middle_of_a_block_keeps_its_own_blocks() -> None:
     second.computed = 0
     assert blocks.reuse(rows[2], second) == 4 * B
     assert blocks.table(rows[2]).blocks[:4] == blocks.table(rows[1]).blocks[:4]
-    blocks.check_integrity()
+    check_rows(blocks)
 
 
 def test_conversations_of_more_clients_than_rows_stay_in_few_runs() -> None:
@@ -191,7 +192,7 @@ def test_a_sequence_that_grows_in_a_full_pool_evicts_whole_runs_and_not_block_by
     row, _ = blocks.admit(sequence(99, [99], limit=200 * B))
     for end in range(2, 200 * B):
         assert blocks.grow(row, end - 1, end)
-    blocks.check_integrity()
+    check_rows(blocks)
     assert len(blocks.table(row).runs) < 20
 
 
@@ -236,7 +237,7 @@ def test_only_the_least_recently_used_block_is_evicted_and_only_in_need(
                 blocks.release(row, is_corrupt=is_corrupt)
                 if not is_corrupt:
                     used |= {key: (now, -index) for index, key in enumerate(keys)}
-        blocks.check_integrity()
+        check_rows(blocks)
         evicted = before - set(blocks._block_of)
         if not is_corrupt:
             kept = [used[key] for key, block in blocks._block_of.items() if block in blocks._cached]
@@ -257,7 +258,7 @@ def test_corrupt_blocks_leave_the_prefix_cache_and_are_reported_once() -> None:
     assert sorted(blocks.take_corrupt()) == held
     assert blocks.take_corrupt() == []
     assert blocks.admit(sequence(2, words))[1] == 0
-    blocks.check_integrity()
+    check_rows(blocks)
 
 
 def test_blocks_of_a_prompt_that_is_cancelled_are_cached_but_erased_before_they_hold_other_tokens() -> None:
@@ -427,7 +428,7 @@ class AnyTraffic(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         if not hasattr(self, "blocks"):
             return
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         assert {each.id for each in self.scheduler} == set(self.live)
         for each in self.live.values():
             prompt, limit = self.prompts[each.id]

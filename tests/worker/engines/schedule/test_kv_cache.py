@@ -22,7 +22,6 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
             held.append(taken)
         elif held:
             rows.release(held.pop(move % len(held)))
-        rows.check_integrity()
         assert sorted(rows.owners) == sorted(held)
         assert rows.has_row == (len(held) < count)
 

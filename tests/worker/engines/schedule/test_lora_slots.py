@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.worker.integrity import check_scheduler, check_slots
 from tests.worker.scheduled import sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter, LoraSlots
@@ -18,7 +19,7 @@ def test_the_least_recently_used_slot_is_reused_first() -> None:
     assert slots.acquire(A) == first, "it kept its slot"
     slots.release(A)
     assert slots.acquire(C) == second
-    slots.check_integrity()
+    check_slots(slots)
 
 
 def test_a_slot_in_use_is_not_given_away_nor_that_of_a_pinned_adapter() -> None:
@@ -36,7 +37,7 @@ def test_a_slot_in_use_is_not_given_away_nor_that_of_a_pinned_adapter() -> None:
     slots.acquire(B)
     assert slots.can_acquire(pinned)
     assert not slots.can_acquire(A)
-    slots.check_integrity()
+    check_slots(slots)
 
 
 def test_an_unregistered_adapter_leaves_its_slot_with_the_last_user() -> None:
@@ -54,7 +55,7 @@ def test_an_unregistered_adapter_leaves_its_slot_with_the_last_user() -> None:
     slots.keep_only({A.number})
     slots.release(A)
     assert slots.slot(A) == 0, "a registered one keeps its slot"
-    slots.check_integrity()
+    check_slots(slots)
 
 
 @pytest.mark.parametrize("rows", [2, 8])
@@ -73,4 +74,4 @@ def test_only_requests_without_adapters_pass_one_that_waits_for_a_slot(rows: int
     scheduler.remove(plain)
     scheduler.next(16)
     assert [each.id for _, each in scheduler.places] == [2]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

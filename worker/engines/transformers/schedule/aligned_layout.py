@@ -166,12 +166,3 @@ class AlignedLayout:
     def _free(self) -> list[int]:
         taken = {placement.buffer_row for placement in self._placements.values()}
         return [buffer_row for buffer_row in range(self._buffer_rows) if buffer_row not in taken]
-
-    def check_integrity(self) -> None:
-        """Assert that no two rows share a buffer row. For tests."""
-        buffer_rows = [placement.buffer_row for placement in self._placements.values()]
-        assert len(set(buffer_rows)) == len(buffer_rows), "a buffer row is used twice"
-        assert all(0 <= buffer_row < self._buffer_rows for buffer_row in buffer_rows), "a buffer row does not exist"
-        assert all(0 <= placement.begin <= self._width for placement in self._placements.values()), (
-            "a row begins outside the width"
-        )

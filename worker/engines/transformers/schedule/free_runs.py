@@ -61,9 +61,3 @@ class FreeRuns:
         start, end = max(self._ends.items(), key=lambda run: (run[1] - run[0], -run[0]))
         gap = max(end - start - wanted, 0) // 2 if start else 0
         return start + gap if gap >= least or (gap and is_held(start - 1)) else start
-
-    def blocks(self) -> set[int]:
-        """All blocks. For tests."""
-        assert {end: start for start, end in self._ends.items()} == self._starts, "starts and ends of runs differ"
-        assert self._ends.keys().isdisjoint(self._starts), "neighbouring runs were not joined"
-        return {block for start, end in self._ends.items() for block in range(start, end)}

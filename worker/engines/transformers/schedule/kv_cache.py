@@ -166,11 +166,6 @@ class RowAllocator:
         """Like `table`, for a row with `tokens` tokens in one run. For measurements before any sequence runs."""
         return None
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a row or block is lost or used twice. For tests."""
-        assert sorted([*self._free_rows, *self._owners]) == list(range(self.rows)), "a row was lost or used twice"
-        assert len(set(self._owners.values())) == len(self._owners), "a sequence holds two rows"
-
 
 class BlockAllocator(RowAllocator):
     """Reference-counted blocks with a prefix cache.
@@ -447,34 +442,6 @@ class BlockAllocator(RowAllocator):
             self.free -= 1
             self._cached.pop(block, None)
         self._references[block] += 1
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        assert set(self._tables) == set(self._owners), "a table without a row, or a row without a table"
-        references = [0] * self.count
-        for table in self._tables.values():
-            assert len(set(table.blocks)) == len(table.blocks), "a block is twice in a table"
-            ordered = [block for run in table.runs for block in range(run.block, run.block + run.count)]
-            assert ordered == table.blocks, "runs and blocks differ"
-            for block in table.blocks:
-                references[block] += 1
-        assert references == self._references, "a block was lost or is held without a table"
-        assert references.count(0) == self.free, "free blocks were miscounted"
-        keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
-        assert keyed == self._block_of, "a key without its block"
-        unused = {block for block in range(self.count) if not references[block]}
-        assert set(self._cached) == unused & set(keyed.values()), "a cached block is not in the order of eviction"
-        assert self._empty.blocks() == unused - set(keyed.values()), "an empty block was lost"
-        for index, (block, tables) in self._shared():
-            assert all(table.blocks[index] == block for table in tables), "a block is shared at different places"
-            assert len({tuple(table.keys[:index]) for table in tables}) == 1, "shared behind different tokens"
-
-    def _shared(self) -> Iterator[tuple[int, tuple[int, list[BlockTable]]]]:
-        """Blocks in several tables, with those tables and the index of the block in the first of them."""
-        for block, references in enumerate(self._references):
-            if references > 1:
-                tables = [table for table in self._tables.values() if block in table.blocks]
-                yield tables[0].blocks.index(block), (block, tables)
 
 
 def block_key(before: bytes, tokens: Tokens[int]) -> bytes:

@@ -99,9 +99,3 @@ class LoraSlots:
 
     def _free_slot(self, number: int) -> None:
         self._free.append(self._slots.pop(number)[0])
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a slot was lost or lent twice. For tests."""
-        lent = [slot for slot, _ in self._slots.values()]
-        assert sorted([*self._free, *lent]) == list(range(self.count)), "a slot was lost or lent twice"
-        assert self._users.keys() <= self._slots.keys(), "an adapter in use has no slot"

@@ -371,18 +371,6 @@ class Scheduler:
             if shares[prompt.id]
         ]
 
-    def check_integrity(self) -> None:
-        """Assert that rows belong to exactly the running sequences. For tests."""
-        self._capacity.check_integrity()
-        if self._slots is not None:
-            self._slots.check_integrity()
-        assert self._capacity.owners == {row: id for id, (_, row) in self._running.items()}, (
-            "a row outlived its sequence"
-        )
-        assert set(self._following) <= set(self._running), "a follower outlived its row"
-        assert set(self._following.values()) <= set(self._leaders.values()), "a follower's leader is gone"
-        assert set(self._leaders.values()) <= set(self._running), "a leader is not running"
-
 
 def _whole_images(sequence: Sequence, share: int) -> int:
     """`share` prompt tokens, rounded so that no image is cut whose tokens must be computed in one step."""
