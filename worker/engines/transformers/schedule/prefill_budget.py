@@ -9,6 +9,9 @@ look expensive, get small budgets, and continue to look expensive.
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from worker.engines.transformers.schedule.scheduler import Batch
 
 CostParts = tuple[float, float, float, float]
@@ -103,50 +106,34 @@ class StepCost:
 
     def _fit(self) -> CostParts:
         """Solve the weighted normal equations. The prior keeps them regular."""
-        if not self._kinds:
+        kinds = tuple(self._kinds.values())
+        if not kinds:
             return 0.0, 0.0, 0.0, 0.0
-        mean = sum(kind.seconds for kind in self._kinds.values()) / len(self._kinds) + 1e-9
-        count = len(self._PRIOR_PARTS)
-        rows = [[0.0] * (count + 1) for _ in range(count)]
-        for place, size in enumerate(self._PRIOR_PARTS):
-            rows[place][place] = self._PRIOR * (size / mean) ** 2
-        for kind in self._kinds.values():
-            weight = max(self._DECAY ** (self._steps[kind.tokens > 0] - kind.seen), self._MIN_WEIGHT)
-            # Division by the measured seconds makes errors relative. The fit would else follow long steps only.
-            scale = 1.0 / max(kind.seconds, 1e-9)
-            row = (scale, kind.decodes * scale, kind.tokens * scale, kind.context_reads * scale, 1.0)
-            for place in range(count):
-                for column in range(count + 1):
-                    rows[place][column] += weight * row[place] * row[column]
-        fixed, decode, token, context_read = _solve(rows)
+        seconds = np.array([max(kind.seconds, 1e-9) for kind in kinds])
+        ages = np.array([self._steps[kind.tokens > 0] - kind.seen for kind in kinds])
+        weights = np.maximum(self._DECAY**ages, self._MIN_WEIGHT)
+        # Division by the measured seconds makes errors relative. The fit would else follow long steps only.
+        rows = np.array([(1.0, kind.decodes, kind.tokens, kind.context_reads) for kind in kinds]) / seconds[:, None]
+        prior = self._PRIOR * (np.array(self._PRIOR_PARTS) / seconds.mean()) ** 2
+        weighted = rows.T * weights
+        fixed, decode, token, context_read = _solve(weighted @ rows + np.diag(prior), weighted.sum(1)).tolist()
         return fixed, decode, token, context_read
 
 
-def _solve(rows: list[list[float]]) -> list[float]:
-    """Non-negative solution of equations `[n][n + 1]`, symmetric and positive definite.
+def _solve(matrix: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Non-negative solution of the equations of a positive definite `matrix`.
 
     The most negative variable is fixed at 0 and the others are solved again. Clipping alone would leave the others with
     values whose sum no longer matches the measurements.
     """
-    left, last = list(range(len(rows))), len(rows)
+    left, solution = list(range(len(right))), np.zeros(len(right))
     while left:
-        found = _eliminate([[rows[place][column] for column in (*left, last)] for place in left])
-        if min(found) >= 0.0:
-            parts = dict(zip(left, found, strict=True))
-            return [parts.get(place, 0.0) for place in range(last)]
-        left.pop(found.index(min(found)))
-    return [0.0] * last
-
-
-def _eliminate(rows: list[list[float]]) -> list[float]:
-    """Solution of equations `[n][n + 1]` by Gauss-Jordan elimination; positive definite, so no pivoting is needed."""
-    count = len(rows)
-    for place in range(count):
-        for other in range(count):
-            if other != place:
-                factor = rows[other][place] / rows[place][place]
-                rows[other] = [own - factor * pivot for own, pivot in zip(rows[other], rows[place], strict=True)]
-    return [row[count] / row[place] for place, row in enumerate(rows)]
+        found = np.linalg.solve(matrix[np.ix_(left, left)], right[left])
+        if found.min() >= 0.0:
+            solution[left] = found
+            break
+        left.pop(int(found.argmin()))
+    return solution
 
 
 class PrefillBudget:
