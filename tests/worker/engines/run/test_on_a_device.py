@@ -241,7 +241,7 @@ def test_adapters_make_the_host_wait_for_nothing(name: str, tmp_path: Path) -> N
             for segment in batch:
                 runner.forget(segment.row)
             assert runner.run(batch).device == CUDA
-            assert adapters._active
+            assert adapters._is_installed
     assert watch.waits == []
 
 

@@ -2,7 +2,7 @@
 
 Slots for `max-loras` adapters are allocated at load, for every linear layer that can have one. In a step the tokens of
 each sequence are rows of a layer's input. For the rows of one adapter the layer adds scale * B(Ax); rows without an
-adapter stay unchanged. Steps without any adapter run the model's original forward functions.
+adapter stay unchanged.
 
 Tensor parallelism divides an adapter as its layer is divided: B by outputs, or A by inputs, and then the sum over ranks
 that the layer needs anyway includes the adapter's. Only the leader has names and files. It sends its plan of a step to
@@ -77,12 +77,13 @@ class _LoraLayer:
     active: "_ActiveAdapters"
     divided: int | None  # the dimension of its weight [outputs, inputs] of which this tensor-parallel rank has a slice
     expands_cache: bool  # its input is not the tokens of the step but all compressed keys so far (DeepSeek)
-    plain: Any = None  # the module's forward, while this object replaces it
-    own: Any = None  # an instance attribute `forward` that the module had before
+    plain: Any = None  # the module's forward, which this object replaces before the first step with an adapter
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[.., inputs]` to `[.., outputs]`."""
         y: torch.Tensor = self.plain(x)
+        if not self.active.groups or not any(self.lora_ranks):
+            return y
         rows = x.reshape(-1, x.shape[-1])
         # The base layer may return a view or an expanded tensor; the additions below are in place.
         y = y.contiguous()
@@ -156,7 +157,7 @@ class LoraAdapters:
         self._prefix = f"{model.base_model_prefix}."
         self._by_slot: list[LoraAdapter | None] = [None] * slots
         self._opened: dict[int, tuple[LoraAdapter, LoraFile]] = {}  # by slot: to be loaded by the planned step
-        self._active: list[_LoraLayer] = []
+        self._is_installed = False
         self._lock = threading.Lock()
         self._numbers = count(1)
         # By name in order of registration; a string is the reason why an adapter cannot be used.
@@ -376,15 +377,13 @@ class LoraAdapters:
 
     def apply(self, step: LoraStep) -> None:
         """Load the adapters of `step`, and add them in the next forward pass."""
-        if step.loads or not step.groups:
-            self._uninstall()
         for load in step.loads:
             self._load(load)
         self._step.groups = tuple(
             _LoraGroup(slot, scale, self._rows(spans), spans) for slot, scale, spans in step.groups
         )
         self._step.rows = step.rows
-        if step.groups and not self._active:
+        if step.groups and not self._is_installed:
             self._install()
 
     def _rows(self, spans: Sequence[tuple[int, int]]) -> slice | torch.Tensor:
@@ -396,22 +395,11 @@ class LoraAdapters:
         return memory.upload([row for span in spans for row in range(*span)], self._device)
 
     def _install(self) -> None:
-        """Replace the forward functions of the layers that an adapter in any slot changes."""
+        """Replace the forward functions. Not in the constructor: weights are reordered by functions set after it."""
+        self._is_installed = True
         for layer in self._layers.values():
-            if any(layer.lora_ranks):
-                layer.own = layer.module.__dict__.get("forward")
-                layer.plain = layer.module.forward
-                layer.module.forward = layer
-                self._active.append(layer)
-
-    def _uninstall(self) -> None:
-        for layer in self._active:
-            if layer.own is not None:
-                layer.module.forward = layer.own
-            else:
-                del layer.module.forward
-            layer.plain = layer.own = None
-        self._active.clear()
+            layer.plain = layer.module.forward
+            layer.module.forward = layer
 
     def pretend(self) -> AppliedAdapter:
         """Put an adapter of the largest LoRA rank for every layer into slot 0, for memory estimates."""
