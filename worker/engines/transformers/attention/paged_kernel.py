@@ -125,38 +125,20 @@ def attend(
         sums = query.new_empty(rows, heads, parts, dtype=torch.float32)
     if isinstance(query, FakeTensor):  # in an estimate
         return out
-    _launch(query, keys, values, blocks, lengths, partial, sums, out, parts, window, scaling or head_dim**-0.5)
-    return out
-
-
-def _launch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    blocks: torch.Tensor,
-    lengths: torch.Tensor,
-    partial: torch.Tensor,
-    sums: torch.Tensor,
-    out: torch.Tensor,
-    parts: int,
-    window: int,
-    scaling: float,
-) -> None:
-    rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
     constants = constants_for(heads // kv_heads, head_dim, keys.element_size())
     decode, add_up = _kernels()
     # Triton launches on the current device, which is another one in a split model.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         decode[(rows, kv_heads, parts)](
             query, keys, values, blocks, lengths, partial, sums,
-            blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling,
+            blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling or head_dim**-0.5,
             parts, window, is_whole=parts == 1, **constants,
         )  # fmt: skip
         if parts > 1:
             add_up[(rows * heads,)](
                 partial, sums, out, parts, most=_MOST_PARTS, head_dim=head_dim, width=constants["width"], num_warps=4
             )
+    return out
 
 
 def constants_for(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
