@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from tests.worker.loaded import work_of
+from tests.worker.scheduled import FixedLength
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import DraftLength
 
-ALWAYS = DraftLength((4,))
+ALWAYS = FixedLength(4)
 
 
 class Oracle:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
@@ -30,7 +31,7 @@ GOOD = 1  # the token that the target chooses, always
 NOTHING: Any = SimpleNamespace(lookup=None, penalty_counts=None, matcher=None)
 
 
-class SimulatedModel:
+class SimulatedModel(DraftModel):
     """A draft model that guesses right with probability `quality`, and reads as `DraftModel` does."""
 
     is_settled = True
@@ -38,7 +39,7 @@ class SimulatedModel:
 
     def __init__(self, quality: float, seed: int):
         self.quality, self._source = quality, random.Random(seed)
-        self.catch_up = self.seconds = self._token_seconds = 0.0
+        self.catch_up = self.seconds = self._per_token = 0.0
         self._read: dict[int, int] = {}  # tokens, by sequence id
         self._drafted: dict[int, list[int]] = {}
 
@@ -55,7 +56,7 @@ class SimulatedModel:
         for segment in batch:
             each = segment.sequence
             behind = len(each.tokens) - self._read[each.id]
-            if is_worth_reading(behind, each.limit - each.output_tokens, self._token_seconds, saving):
+            if is_worth_reading(behind, each.limit - each.output_tokens, self._per_token, saving):
                 end = min(len(each.tokens), segment.end)
                 count = min(end - self._read[each.id], max(left, NEWEST * segment.is_decode))
                 self._read[each.id] += count
@@ -64,7 +65,7 @@ class SimulatedModel:
                 unread += count * (count > NEWEST or not segment.is_decode)
                 wanted += [segment] * (segment.draft_room > 0)
         self.seconds = (DRAFT_STEP + DRAFT_TOKEN * tokens) * (tokens > 0)
-        self._token_seconds = self.seconds / tokens if tokens > 64 else self._token_seconds
+        self._per_token = self.seconds / tokens if tokens > 64 else self._per_token
         self.catch_up = self.seconds * (tokens if is_behind else unread) / max(tokens, 1)
         drafted = [] if is_behind else [segment.sequence.id for segment in wanted]
         for place in range(1, max((segment.draft_room for segment in wanted if drafted), default=0)):

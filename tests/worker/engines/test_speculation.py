@@ -130,7 +130,7 @@ async def test_preempted_sequences_keep_their_text_in_a_pool_too_small_for_all_d
     wanted = [generated(model, prompt, NEW) for prompt in prompts()]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
     async with serving(speculating(llama, kv_tokens=CTX)) as engine:
-        drafter = drafting(engine, Oracle(0.9, texts), DraftLength((16,)))
+        drafter = drafting(engine, Oracle(0.9, texts), FixedLength(16))
         tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in prompts()]
         async with asyncio.timeout(DEADLINE):
             while not all(task.done() for task in tasks):
@@ -248,7 +248,7 @@ async def test_rejected_tokens_with_keys_that_are_not_numbers_spoil_no_text(llam
         runner._model.get_input_embeddings().weight.data[unused] = float("inf")
         # The first token of each draft is right, and the keys of the others overflow.
         wrong = [[*text[: len(text) - NEW + end], *[unused] * 9] for text in texts for end in range(2, NEW, 2)]
-        drafter = drafting(engine, Oracle(1.0, wrong), DraftLength((3,)))
+        drafter = drafting(engine, Oracle(1.0, wrong), FixedLength(3))
         found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
         assert bool(runner.pool._store.isfinite().all())
     assert [choice.tokens for (choice,) in found] == wanted
@@ -326,7 +326,7 @@ async def test_drafts_do_not_use_up_the_time_of_a_grammar(
         expected = await answers(engine, [request])
     texts = [[*request.prompt, *choice.tokens] for (choice,) in expected]
     async with serving(speculating(llama)) as engine:
-        drafter = drafting(engine, Letters(quality, texts), DraftLength((16,)))
+        drafter = drafting(engine, Letters(quality, texts), FixedLength(16))
         assert comparable(await answers(engine, [request])) == comparable(expected)
     assert drafter.drafted > 50
 
@@ -340,7 +340,7 @@ async def test_the_engine_ends_reasoning_after_its_budget(llama: Path, drafts: b
     async with serving(speculating(llama) if drafts else load(llama, ctx_size=CTX)) as engine:
         [[free]] = await answers(engine, [plain])
         if drafts:
-            drafting(engine, Letters(0.9, [[*plain.prompt, *free.tokens]]), DraftLength((16,)))
+            drafting(engine, Letters(0.9, [[*plain.prompt, *free.tokens]]), FixedLength(16))
         [[choice]] = await answers(engine, [limited])
     assert 41 not in free.tokens[:7], "the model does not end by itself"
     assert choice.tokens[:6] == free.tokens[:6]

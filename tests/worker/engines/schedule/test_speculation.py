@@ -133,7 +133,6 @@ def test_a_step_with_prompts_is_no_part_of_a_trial() -> None:
         run(length, 1, COSTS, GOOD)
     assert set(in_use[:5]) == {0}
     assert in_use[100:].count(4) > 0.9 * 300
-    assert DraftLength((4,)).in_use(1) == 4
 
 
 # Seconds of a step by its drafted tokens, where one without drafts takes one: of a draft model of a tenth, one as slow
@@ -194,10 +193,6 @@ def test_drafts_of_which_nothing_is_accepted_are_only_tried_however_steps_are_de
             choice = length.choose(1)
             length.learn(1, choice, 1, STEP_SECONDS["tenth"](choice) * source.lognormvariate(0.0, spread))
             assert not length.in_use(1)
-
-
-def test_a_single_length_is_always_used() -> None:
-    assert set(run(DraftLength((4,)), 50, COSTS, dict.fromkeys(COSTS, 1.0))) == {4}
 
 
 def test_each_size_of_batch_has_a_choice_of_its_own() -> None:

@@ -12,7 +12,6 @@ high temperatures, but it needs the draft's probabilities and gives other texts 
 PURE: numbers only.
 """
 
-import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +179,7 @@ class DraftLength:
     """
 
     def __init__(self, lengths: Sequence[int]):
-        """`lengths`: those to compare, rising from 0. A single one is used always."""
+        """`lengths`: those to compare, rising from 0."""
         self.lengths = tuple(lengths)
         self._choices: dict[int, _LengthChoice] = {}
 
@@ -191,8 +190,6 @@ class DraftLength:
 
     def choose(self, rows: int) -> int:
         """Tokens to draft for each of `rows` sequences in the next step."""
-        if len(self.lengths) == 1:
-            return self.lengths[0]
         if rows > DRAFT_LOGITS:
             return 0  # a step has no room for a draft of each
         choice = self._choice_for(rows)
@@ -200,14 +197,10 @@ class DraftLength:
 
     def in_use(self, rows: int) -> int:
         """As `choose`, for a step that is not timed. It uses the best length: a trial counts only timed losses."""
-        if len(self.lengths) == 1 or rows > DRAFT_LOGITS:
-            return self.choose(rows)
-        return self._choice_for(rows).best
+        return self._choice_for(rows).best if rows <= DRAFT_LOGITS else 0
 
     def saving(self, rows: int, has_prompts: bool) -> float:
         """Seconds that drafts save for each token of one of `rows` sequences. At least the assumption in trials."""
-        if len(self.lengths) == 1:
-            return math.inf
         choice = self._choice_for(rows)
         assumed = _TRIAL_SAVING * choice.measured[0].seconds if choice.trials and not has_prompts else 0.0
         return max(choice.saving, assumed) / rows
@@ -218,7 +211,7 @@ class DraftLength:
         catch_up: as in `charge`, in addition to `seconds`.
         """
         self.charge(rows, catch_up)
-        if len(self.lengths) == 1 or rows > DRAFT_LOGITS or length not in (0, self.choose(rows)):
+        if rows > DRAFT_LOGITS or length not in (0, self.choose(rows)):
             return  # a trial has begun or ended since the step's drafts were made
         choice = self._choice_for(rows)
         if choice.trials and length == choice.trials[0]:
@@ -243,7 +236,7 @@ class DraftLength:
 
     def charge(self, rows: int, catch_up: float) -> None:
         """Record seconds that the draft model has spent on more than the newest tokens of `rows` sequences."""
-        if not catch_up or len(self.lengths) == 1 or rows > DRAFT_LOGITS:
+        if not catch_up or rows > DRAFT_LOGITS:
             return
         choice = self._choice_for(rows)
         if choice.trials:
