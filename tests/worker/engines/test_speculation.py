@@ -30,6 +30,7 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
+from tests.worker.scheduled import FixedLength
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.loop.drafting import Drafter
