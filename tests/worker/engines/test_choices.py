@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import collect_choices, complete_one, generation
-from tests.worker.scheduled import advance, sequence
+from tests.worker.scheduled import advance, sequence, sequences
 from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
@@ -61,7 +61,7 @@ def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
     scheduler.next(99)
     scheduler.preempt(first)
     check_scheduler(scheduler)
-    assert [each.id for each in scheduler] == [9, 0, 1, 2]
+    assert [each.id for each in sequences(scheduler)] == [9, 0, 1, 2]
     assert sorted(scheduler.take_freed_rows()) == [0, 1, 2]
     assert computed(scheduler) == {9: 6 + 2, 0: 6 + 2, 1: 2, 2: 6 + 2}, "only two run at once from now on"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.worker.integrity import check_rows, check_scheduler
-from tests.worker.scheduled import advance, sequence
+from tests.worker.scheduled import advance, sequence, sequences
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -344,9 +344,9 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @rule(budget=st.integers(0, 60))
     def step(self, budget: int) -> None:
-        oldest = min((each.id for each in list(self.scheduler)[: self.scheduler.running]), default=0)
+        oldest = min((each.id for each in sequences(self.scheduler)[: self.scheduler.running]), default=0)
         batch = self.scheduler.next(budget)
-        running = [each.id for each in list(self.scheduler)[: self.scheduler.running]]
+        running = [each.id for each in sequences(self.scheduler)[: self.scheduler.running]]
         assert not oldest or oldest in running, "the oldest is never put back"
         self.scheduler.take_freed_rows()
         self.check(batch, budget)
@@ -429,7 +429,7 @@ class AnyTraffic(RuleBasedStateMachine):
         if not hasattr(self, "blocks"):
             return
         check_scheduler(self.scheduler)
-        assert {each.id for each in self.scheduler} == set(self.live)
+        assert {each.id for each in sequences(self.scheduler)} == set(self.live)
         for each in self.live.values():
             prompt, limit = self.prompts[each.id]
             assert each.tokens[: len(prompt)] == prompt
@@ -438,7 +438,7 @@ class AnyTraffic(RuleBasedStateMachine):
             assert each.cached % B == 0
         held = sum(blocks_for(1) for references in self.blocks._references if references)
         assert held + self.blocks.free == self.blocks.count
-        waiting = list(self.scheduler)[self.scheduler.running :]
+        waiting = sequences(self.scheduler)[self.scheduler.running :]
         order = [(not each.preempted, each.id) for each in waiting]
         assert order == sorted(order), "first come, first served; preempted sequences before new ones"
 

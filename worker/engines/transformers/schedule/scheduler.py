@@ -122,11 +122,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """All sequences, running before waiting, in order of arrival within each."""
-        yield from (sequence for sequence, _ in self._running.values())
-        yield from self._waiting
-
     def add(self, sequence: Sequence) -> None:
         """Append to the waiting queue."""
         self._waiting.append(sequence)
