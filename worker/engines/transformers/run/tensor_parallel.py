@@ -39,7 +39,7 @@ from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule import sequence as schedule
-from worker.engines.transformers.schedule.kv_cache import BlockRun, BlockTable, RowAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
@@ -55,7 +55,7 @@ class FollowerSegment(NamedTuple):
     tokens: Sequence[int]
     start: int
     logits: int  # number of last positions whose logits are needed
-    runs: tuple[tuple[int, int, int], ...]  # runs of its blocks, as in `kv_cache.BlockRun`
+    table: BlockTable  # its runs only
 
     @property
     def length(self) -> int:
@@ -64,10 +64,6 @@ class FollowerSegment(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def table(self) -> BlockTable:
-        return BlockTable(runs=[BlockRun(*run) for run in self.runs])
 
 
 class FollowerRow(NamedTuple):
@@ -176,9 +172,8 @@ class PagedLeader(PagedRunner):
 
     def _for_followers(self, segment: Segment) -> FollowerSegment:
         assert segment.table is not None, "this cache has blocks"
-        runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
         logits = segment.logits if self._divides_head else 0
-        return FollowerSegment(segment.tokens, segment.start, logits, runs)
+        return FollowerSegment(segment.tokens, segment.start, logits, BlockTable(runs=segment.table.runs))
 
 
 class AlignedLeader(AlignedRunner):
