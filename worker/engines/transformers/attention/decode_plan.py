@@ -144,11 +144,10 @@ class DecodePlanner:
         return is_cheap and self._can_use_decode_attention(len(views), heads, longest)
 
     def _scattered(self, views: list[_DecodeView], dtype: torch.dtype) -> PaddedCall:
-        lengths = [view.tokens - view.hidden for view in views]
+        begins, lengths = [0] * len(views), [view.tokens - view.hidden for view in views]
         longest = max(lengths)
-        # As in `_places`: hidden positions repeat a visible one. They are masked.
-        offsets = torch.arange(longest).clamp(max=upload(lengths, self._device)[:, None] - 1)
-        begins = upload([view.begin + view.hidden for view in views], self._device)[:, None]
+        offsets = self._visible(begins, lengths, longest)
+        first = upload([view.begin + view.hidden for view in views], self._device)[:, None]
         return PaddedCall(
             indices=self._index_tensor([view.index for view in views]),
             row=None,
@@ -156,8 +155,8 @@ class DecodePlanner:
             stride=0,
             rows=len(views),
             tokens=longest,
-            mask=self._padded_mask([0] * len(views), lengths, longest, dtype),
-            places=cpu_attention.RowPositions(0, 0, (begins + offsets).int()),
+            mask=self._padded_mask(begins, lengths, longest, dtype),
+            places=cpu_attention.RowPositions(0, 0, (first + offsets).int()),
         )
 
     def _can_use_decode_attention(self, rows: int, heads: int, tokens: int) -> bool:
@@ -177,20 +176,16 @@ class DecodePlanner:
             rows=rows,
             tokens=tokens,
             mask=self._padded_mask(begins, ends, tokens, dtype),
-            places=self._places(low, stride, begins, ends, tokens)
+            places=cpu_attention.RowPositions(low, stride, self._visible(begins, ends, tokens).int())
             if self._can_use_decode_attention(rows, heads, tokens)
             else None,
         )
 
-    def _places(
-        self, low: int, stride: int, begins: list[int], ends: list[int], tokens: int
-    ) -> cpu_attention.RowPositions:
-        # Positions outside of a row's range repeat its nearest visible one, so `decode_attention` reads nothing in
-        # vain.
-        position = torch.arange(tokens).clamp(
-            upload(begins, self._device)[:, None], upload(ends, self._device)[:, None] - 1
-        )
-        return cpu_attention.RowPositions(low, stride, position.clamp_(min=0).int())
+    def _visible(self, begins: list[int], ends: list[int], tokens: int) -> torch.Tensor:
+        """Offsets `[rows, tokens]`. Those outside of a row's range repeat its nearest visible one, so that
+        `decode_attention` reads nothing in vain."""
+        low, high = upload(begins, self._device)[:, None], upload(ends, self._device)[:, None] - 1
+        return torch.arange(tokens).clamp(low, high).clamp_(min=0)
 
     def _padded_mask(self, begins: list[int], ends: list[int], tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not any(begins) and min(ends) == tokens:
