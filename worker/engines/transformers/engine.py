@@ -335,8 +335,8 @@ class TransformersEngine:
 
     async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
         """See `worker.interface.Engine`."""
-        adapters, work = self._adapters, self._generation
-        if adapters is None or work is None:
+        adapters = self._adapters
+        if adapters is None:
             raise UnsupportedByModel(_NO_ADAPTERS)
 
         def update() -> Mapping[str, str]:
@@ -347,7 +347,7 @@ class TransformersEngine:
                 memory.end_helpers()
 
         problems = await asyncio.to_thread(update)
-        self._loop.post(work.forget_adapters)
+        self._loop.post(adapters.forget_gone)  # the slots belong to the step loop's thread
         return problems
 
     def _adapter(self, request: GenerationRequest) -> AppliedAdapter | None:

@@ -149,11 +149,6 @@ class GenerationLoop:
         for choice in list(stream.choices):
             self._remove(choice)
 
-    def forget_adapters(self) -> None:
-        """Free the memory of adapters that were removed, as soon as no sequence uses them."""
-        if self._backend.adapters is not None:
-            self._backend.adapters.forget_gone()
-
     def abandon(self, error: RequestError) -> None:
         self._active.in_flight = None
         # The step loop has ended, so no step writes to these rows any more.
