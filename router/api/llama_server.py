@@ -60,7 +60,6 @@ async def entry(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[st
 
 
 def _adapter_entry(shown: dict[str, Any], adapter: str) -> dict[str, Any]:
-    """The entry of a model with one of its LoRA adapters."""
     id = shown["id"]
     return {**shown, "id": f"{id}@{adapter}", "aliases": [], "can_remove": False, "parent": id}
 

@@ -146,7 +146,6 @@ def _in_mib(figures: Mapping[str, int] | None) -> dict[str, int] | None:
 
 
 def _progress(worker: Worker, latest: Progress) -> dict[str, Any]:
-    """The progress of a download, or of a load."""
     if worker.state is State.DOWNLOADING:
         return bytes_by_source(worker.preset.repo or worker.preset.id, latest.done, latest.total, latest.files)
     return progress_object(worker.load.share, worker.load.as_dict())
