@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from worker.estimate import memory_tracer
@@ -66,14 +66,9 @@ class Watch(memory_tracer.LiveBytes):  # type: ignore[no-untyped-call]
 def _on_cuda(values: Iterable[Any]) -> bool:
     """Return whether one of `values` is on the device, or is a list with a tensor that is."""
     return any(
-        _is_cuda(value) if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple)) and _on_cuda(value)
+        value.is_cuda if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple)) and _on_cuda(value)
         for value in values
     )
-
-
-def _is_cuda(tensor: torch.Tensor) -> bool:
-    # `tensor.is_cuda` of a fake tensor is an operator of its own. There were as many of these as of all others.
-    return tensor.fake_device == CUDA if isinstance(tensor, FakeTensor) else tensor.is_cuda
 
 
 def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
