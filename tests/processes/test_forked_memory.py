@@ -255,7 +255,8 @@ async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
         fields = {"prompt": [5 + at % 7 for at in range(length)], "max_tokens": 16, "ignore_eos": True}
         for model in models:
             assert await ask(up, model, **fields, temperature=0) == 200
-        asked = (ask(up, model, **fields, top_p=0.9, logprobs=1, seed=seed) for model in models for seed in range(2))
+        together = models if len(models) > 1 else [name] * 2
+        asked = (ask(up, model, **fields, top_p=0.9, logprobs=1, seed=seed) for seed, model in enumerate(together))
         assert set(await asyncio.gather(*asked)) == {200}
     for model in models[1:]:
         answer = await up.client.delete(f"/models/{name}/adapters/{model.partition('@')[2]}")
@@ -347,7 +348,7 @@ async def test_models_with_images_are_charged_what_they_take(real: Router, tmp_p
         async with loaded(real, name):
             await fill(real, name)
             await is_charged_what_it_takes(real, name)
-            for side in (40, 1024, 4096):
+            for side in (40, 4096):
                 assert await show(real, name, (side, side)) == 200
                 several = (show(real, name, (side, side), (side // 2, side)) for _ in range(3))
                 assert set(await asyncio.gather(*several)) == {200}
