@@ -19,8 +19,7 @@ from worker.errors import StartError
 from worker.program.main import CRASHED, diagnose, limit_cpu, run_last
 from worker.program.serve import _wait_for_grant
 from worker.protocol.argv import COMMANDS, VERBS, Serve
-from worker.protocol.events import Exit, Failed, Prepared, Progress, Pulse, Ready, RequestEnded
-from worker.protocol.orders import MemoryGrant, encode_grant
+from worker.protocol.events import Exit, Failed, Progress, Ready, RequestEnded
 from worker.server.server import stop_requested
 
 WORKER = python("-m", "worker")
@@ -163,24 +162,6 @@ def _stopped_after_the_first(client: httpx.Client, body: dict[str, object], chil
         except httpx.RemoteProtocolError:
             return
         raise AssertionError("a cut answer must not end like a complete one")
-
-
-@pytest.mark.slow
-def test_a_preparing_worker_reads_no_weights_before_the_grant(tmp_path: Path) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m")
-    weights, away = snapshot / "model.safetensors", tmp_path / "away"
-    weights.rename(away)  # whatever looks for them now fails
-    listen = f"unix:{tmp_path}/s"
-    argv = [*WORKER, "serve", f"--snapshot={snapshot}", f"--listen={listen}", "--ctx-size=64", "--prepare", *SUPERVISED]
-    with Child(argv, stdin=STDIN) as child:
-        assert 0 < child.event(Prepared).measured["cpu"] < 2 << 30
-        away.rename(weights)
-        child.send(encode_grant(MemoryGrant(devices=["cpu"], kv_tokens=96)))
-        ready = child.event(Ready)
-        assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "early_start"]
-        assert child.event(Pulse).cache_total == 96, "the pool has the granted tokens"
-        child.close_stdin()
-        assert child.exit() == Exit.ORPHANED
 
 
 def test_a_line_that_is_no_memory_grant_is_refused() -> None:

@@ -206,6 +206,22 @@ def segments(found: MemoryEstimate) -> str:
     return f"{[sum(each) >> 20 for each in (found.weights, found.context, found.compute, found.runtime)]} MiB"
 
 
+async def test_a_preparing_worker_reads_no_weights_before_the_grant(launcher: ForkingLauncher, tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    weights, away = snapshot / "model.safetensors", tmp_path / "away"
+    weights.rename(away)  # whatever looks for them now fails
+    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=64)
+    pulses: asyncio.Queue[Pulse] = asyncio.Queue()
+    async with launcher.prepare(FORKED, command, queued(pulses)) as early:
+        await early.prepared()
+        assert 0 < early.measured[CPU] < 2 << 30
+        away.rename(weights)
+        worker = await early.load(replace(command, kv_tokens=96), {CPU: GIB})
+        assert list(worker.ready.seconds)[:5] == ["fork", "imports", "config", "tokenizer", "early_start"]
+        pulse = await asyncio.wait_for(pulses.get(), DEADLINE)
+        assert pulse.cache_total == 96, "the pool has the granted tokens"
+
+
 async def test_a_worker_that_must_be_forked_is_never_executed(launcher: ForkingLauncher, snapshot: Path) -> None:
     command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
     program = Program(model="m", worker="m#3", env={"A": "b"}, must_fork=True)
