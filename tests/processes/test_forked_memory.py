@@ -358,29 +358,30 @@ async def test_models_with_images_are_charged_what_they_take(real: Router, tmp_p
                 await is_charged_what_it_takes(real, name)
 
 
-async def test_requests_and_grammars_are_charged_before_they_take_memory(real: Router, tmp_path: Path) -> None:
+async def test_requests_and_grammars_are_charged_before_they_take_memory(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}}
-    await real.serve_presets(write_presets(tmp_path).read_text())
-    for name in ("a", "b"):
-        assert await ask(real, name) == 200
-    async with never_exceeding(real, parent((await real.workers())["a"])):
+    async with router("--models-preset", str(write_presets(tmp_path)), "--fork-server") as up:
+        fork_server = await fork_server_of(up)
         for name in ("a", "b"):
-            await fill(real, name)
-            for seed in range(20):
-                assert await ask(real, name, seed=seed, top_p=0.5) == 200
-            await is_charged_what_it_takes(real, name)
-            for number in range(16):
-                assert await ask(real, name, guided_json={**schema, "title": str(number)}) == 200
-            await is_charged_what_it_takes(real, name)
-        for count in (*range(60, 72), 200):
-            # 20 MiB each, and 40 while it is compiled; 68 for the last one, which the step loop rejects.
-            status = await ask(real, "b", guided_regex=f"(a{{1000}}){{{count}}}")
-            assert status == (200 if count < 200 else 400)
-        many = {f"p{number}": {"type": "string"} for number in range(7000)}
-        schema_of_many = {"type": "object", "properties": many, "required": list(many)}
-        assert await ask(real, "b", guided_json=schema_of_many) == 200
-        for name in ("a", "b"):
-            await is_charged_what_it_takes(real, name)
+            assert await ask(up, name) == 200
+        async with never_exceeding(up, fork_server):
+            for name in ("a", "b"):
+                await fill(up, name)
+                for seed in range(20):
+                    assert await ask(up, name, seed=seed, top_p=0.5) == 200
+                await is_charged_what_it_takes(up, name)
+                for number in range(16):
+                    assert await ask(up, name, guided_json={**schema, "title": str(number)}) == 200
+                await is_charged_what_it_takes(up, name)
+            for count in (*range(60, 72), 200):
+                # 20 MiB each, and 40 while it is compiled; 68 for the last one, which the step loop rejects.
+                status = await ask(up, "b", guided_regex=f"(a{{1000}}){{{count}}}")
+                assert status == (200 if count < 200 else 400)
+            many = {f"p{number}": {"type": "string"} for number in range(7000)}
+            schema_of_many = {"type": "object", "properties": many, "required": list(many)}
+            assert await ask(up, "b", guided_json=schema_of_many) == 200
+            for name in ("a", "b"):
+                await is_charged_what_it_takes(up, name)
 
 
 async def test_the_first_worker_and_the_fork_server_stay_within_a_tight_limit(tmp_path: Path) -> None:
