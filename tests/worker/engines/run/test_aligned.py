@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.worker.families import SHALLOW
 from tests.worker.loaded import generated, reference
 from tests.worker.scheduled import sequence
 from worker.engines.transformers.run.aligned import AlignedRunner
@@ -68,7 +69,7 @@ def test_the_largest_step_of_a_model_with_states_computes_a_chunk_in_one_forward
 @pytest.mark.parametrize("family", KINDS)
 def test_text_equals_generate_while_requests_join_end_and_are_preempted(family: str, tmp_path: Path) -> None:
     """Segments in any order and of any length; steps repeated as a whole and one by one, as after a failure."""
-    model, runner = made(family, tmp_path, seed=2 if family == "t5" else 0)
+    model, runner = made(family, tmp_path, seed=2 if family == "t5" else 0, **SHALLOW.get(family, {}))
     model.generation_config.eos_token_id = None
     prompts = [prompt(length) for length in (1, 7, 23, 60, 2, 11)]
     expected = [generated(model, each, NEW) for each in prompts]
