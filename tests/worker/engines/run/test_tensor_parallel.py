@@ -414,7 +414,8 @@ def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path:
 def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
     family: str, devices: tuple[str, ...], ngram_size: int, max_loras: int, tmp_path: Path
 ) -> None:
-    folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, num_hidden_layers=4)
+    depth = SHALLOW.get(family, {"num_hidden_layers": 4})
+    folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, **depth)
     keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32, "max_loras": max_loras}
     asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, ngram_size=ngram_size, **keys)
     exact = estimate.estimate(asked)
