@@ -2,6 +2,7 @@
 estimate and in the engine. Sizes are bytes unless a name states another unit."""
 
 from collections.abc import Mapping
+from functools import cache
 
 MIB = 1 << 20
 
@@ -97,6 +98,7 @@ BLOCK_TOKENS = 16
 _MOST_GROUPED, _LEAST_GROUPED = 32, 8
 
 
+@cache  # each layer reads it several times in each step
 def kv_group_size(head_dim: int) -> int:
     """Return the elements of a head that share a scale in an int8 or int4 cache: the largest divisor of `head_dim`
     within the limits, else the whole head."""
