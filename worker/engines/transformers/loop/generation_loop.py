@@ -204,11 +204,11 @@ class GenerationLoop:
 
     def step(self) -> None:
         """Finish one step. If possible, launch the next one first."""
-        active, cpu_begin = self._active, time.thread_time()
+        active = self._active
         # The step launched ahead by the last call, or a new one.
         step = active.in_flight or self._launch(self._next())
         active.in_flight = self._launcher.launch_ahead(step) if self._launches_ahead(step) else None
-        self._finish_step(step, cpu_begin)
+        self._finish_step(step)
         if (
             # Tokens of the step ahead that depend on the tokens just read (grammar, penalties) are chosen now.
             active.in_flight is not None
@@ -257,17 +257,16 @@ class GenerationLoop:
         is_steady = self._has_steady_steps and is_settled and not has_images and not loads
         return self._largest.is_exceeded(batch, draws) or not is_steady
 
-    def _finish_step(self, step: InFlightStep, cpu_begin: float) -> None:
-        """Wait for a step, record its results and send deltas. `cpu_begin`: CPU time of the thread at its launch."""
+    def _finish_step(self, step: InFlightStep) -> None:
+        """Wait for a step, record its results and send deltas."""
         results = step.results()
         self._counts.batched += len(step.batch)
         now = time.monotonic()
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
         if self._grammars is not None and step.masks:
-            # In CPU time, as the masks are: a busy machine makes both longer.
-            rest = time.thread_time() - cpu_begin if step.is_on_cpu else seconds - step.mask_wait
-            self._grammars.token_time.learn(rest, step.masks, is_alone=not self._active.has_several_requests)
+            rest, is_alone = seconds - step.mask_wait, not self._active.has_several_requests
+            self._grammars.token_time.learn(rest, step.masks, is_alone=is_alone)
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
         # does not follow from the number of tokens.
         if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):

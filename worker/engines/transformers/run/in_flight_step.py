@@ -105,7 +105,6 @@ class LaunchedForward:
     def __init__(self, parts: Sequence[SegmentChoosers], logits: torch.Tensor):
         self._parts, self._to_host = parts, DeviceToHost()
         self._logits: torch.Tensor | None = logits
-        self.is_on_cpu = logits.device.type == "cpu"
         self._prompts: list[TokenLikelihoods | None] = []
         self._drawn: DrawnTokens | None = None
         self.masks, self.mask_wait = 0, 0.0  # number of grammar masks, and seconds that the step waited for them
@@ -198,10 +197,6 @@ class InFlightStep:
     def has(self, sequence: sequences.Sequence) -> bool:
         """True if the device may still read and write the row of this sequence."""
         return any(segment.sequence is sequence for segment in self.batch)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(forward.is_on_cpu for forward in self.forwards)
 
     @property
     def masks(self) -> int:
