@@ -41,7 +41,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
 
     Raises the engine's fatal error, and StartError for options that cannot be served.
     """
-    prefetch = BackgroundReader.of(command.snapshot)
+    prefetch = BackgroundReader(command.snapshot)
     # With early start the router decides when weights may be read: memory is not reserved yet.
     may_prefetch = not command.prepare and command.load_format != "dummy"
     if may_prefetch and "torch" not in sys.modules:

@@ -38,7 +38,7 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def test_only_files_that_will_be_loaded_are_read_ahead(snapshot: Path) -> None:
-    reading = BackgroundReader.of(str(snapshot))
+    reading = BackgroundReader(str(snapshot))
     reading.start()
     reading.finish()
     assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
@@ -46,7 +46,7 @@ def test_only_files_that_will_be_loaded_are_read_ahead(snapshot: Path) -> None:
 
 
 def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
-    reading = BackgroundReader.of(str(snapshot))
+    reading = BackgroundReader(str(snapshot))
     reading.stop()
     reading.start()
     reading.finish()
@@ -55,10 +55,10 @@ def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
 
 def test_missing_files_are_left_to_the_load(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{")
-    reading = BackgroundReader.of(str(tmp_path / "nowhere"))
+    reading = BackgroundReader(str(tmp_path / "nowhere"))
     reading.start()
     reading.finish()
-    reading = BackgroundReader.of(str(tmp_path))
+    reading = BackgroundReader(str(tmp_path))
     reading.start()
     reading.stop()
 

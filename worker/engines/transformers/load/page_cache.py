@@ -8,14 +8,11 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
-
-Stretch = TypeVar("Stretch")
 
 STRETCH = 16 << 20  # bytes that one thread reads at a time
 # Threads that read files that are not cached. Measured on 2.3 GB of a virtual disk: 1.6 GB/s with one, 2.9 with four.
@@ -24,7 +21,6 @@ READERS = 4
 # Measured on 2.3 GB (ext4, Linux 6.18): mapped in 2 ms instead of 70 to 340, unmapped in 1 instead of 30.
 PIECE = 8 << 20
 _SCRATCH = 4 << 20
-_REPORT_INTERVAL = 0.1  # seconds between progress reports
 _SYS_CACHESTAT = 451  # on every architecture; since Linux 6.5
 
 
@@ -95,35 +91,19 @@ class PieceWriter:
         self._buffer = bytearray()
 
 
-class BackgroundReader(Generic[Stretch]):
-    """Background threads that process parts of files in order, until all are done or `stop` is called."""
+class BackgroundReader:
+    """Reads the weights of a snapshot into the page cache in background threads. Unreadable files are skipped."""
 
-    def __init__(self, parts: Iterable[Stretch], have: Callable[[Stretch], None]):
-        """`have`: brings one part into memory; called by several threads at once."""
-        self._parts = iter(parts)
-        self._have = have
+    def __init__(self, snapshot: str):
+        self._parts = _parts(Path(snapshot))
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        # Daemons: a load that fails meanwhile must end the process at once.
+        self._threads = [threading.Thread(target=self._run, name="read-ahead", daemon=True) for _ in range(READERS)]
 
-    @classmethod
-    def of(cls, snapshot: str) -> "BackgroundReader[tuple[Path, int, int]]":
-        """Read the weights of a snapshot into the page cache. Unreadable files are skipped."""
-        return BackgroundReader(_parts(Path(snapshot)), _have_cached)
-
-    def start(self, threads: int = READERS) -> None:
+    def start(self) -> None:
         """Start the threads. Call once."""
-        for _ in range(threads):
-            self._threads.append(threading.Thread(target=self._run, name="read-ahead", daemon=True))
-            self._threads[-1].start()
-
-    def one(self) -> bool:
-        """Process the next part in this thread. False if none is left."""
-        with self._lock:
-            part = next(self._parts, None)
-        if part is None:
-            return False
-        self._have(part)
-        return True
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Cancel the remaining parts and wait for the threads."""
@@ -131,16 +111,19 @@ class BackgroundReader(Generic[Stretch]):
             self._parts = iter(())
         self.finish()
 
-    def finish(self, report: Callable[[], None] = lambda: None) -> None:
-        """Wait for all threads; `report` is called regularly."""
+    def finish(self) -> None:
+        """Wait until all is read."""
         for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_REPORT_INTERVAL)
-                report()
+            if thread.is_alive():
+                thread.join()
 
     def _run(self) -> None:
-        while self.one():
-            pass
+        while True:
+            with self._lock:
+                part = next(self._parts, None)
+            if part is None:
+                return
+            _have_cached(part)
 
 
 def _have_cached(part: tuple[Path, int, int]) -> None:

@@ -9,9 +9,9 @@ Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian
 import json
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from worker.engines.transformers.device.lazy_pages import LazyPages, populate
-from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
+from worker.engines.transformers.load.page_cache import READERS, STRETCH, cached, read
 from worker.errors import StartError
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, shard_names
@@ -33,7 +33,7 @@ _DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # names of torch's types in the format
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_WARM = 0.9  # cached share of the files from which one thread is enough; a guess, since some pages are often evicted
+_WARM = 0.9  # cached share of the files from which two threads are enough; a guess, since some pages are often evicted
 _AROUND = 1 << 16  # bytes that the kernel maps per page fault if cached (default of fault_around_bytes)
 _SAMPLE = 1 << 20  # bytes checked of each part
 # linux/mman.h; the second since Linux 5.14. Python 3.11 has no names for them.
@@ -192,46 +192,45 @@ class WeightFile:
 class ReadAhead:
     """Reads files and maps their pages in background threads for the length of a block.
 
-    Cached parts are only mapped, by one thread plus the one that waits in `finish`, because mapping takes no longer
-    than reading one byte per page. Other parts are read by several threads, in file order.
+    Cached parts are only mapped, by two threads, because mapping takes no longer than reading one byte per page. Other
+    parts are read by several threads, in file order.
     """
 
     def __init__(self, files: Sequence[WeightFile], copied: Set[WeightFile] = frozenset()):
         """`copied`: files that are only read into the page cache and not mapped, because the caller copies their
         tensors one by one."""
         self.total = sum(file.size for file in files)
-        self._files = files
-        self._copied = copied
-        self._done = 0
-        self._lock = threading.Lock()
-        self._reading = BackgroundReader(
-            ((file, at) for file in files for at in range(0, file.size, STRETCH)), self._have
-        )
-        self._descriptors: dict[WeightFile, int] = {}
+        self._files, self._copied = files, copied
+        self._parts: list[Future[int]] = []
+        self._end = ExitStack()
 
     def __enter__(self) -> Self:
-        self._descriptors = {file: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in self._files}
-        here = sum(cached(self._descriptors[file], 0, file.size) for file in self._files)
-        others = 1 if here > _WARM * self.total else READERS
-        self._reading.start(others if self.total > STRETCH else 0)
+        descriptors = {file: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in self._files}
+        for descriptor in descriptors.values():
+            self._end.callback(os.close, descriptor)
+        here = sum(cached(descriptor, 0, file.size) for file, descriptor in descriptors.items())
+        pool = ThreadPoolExecutor(2 if here > _WARM * self.total else READERS, "read-ahead")
+        self._end.callback(pool.shutdown, cancel_futures=True)
+        self._parts = [
+            pool.submit(self._have, file, descriptor, start)
+            for file, descriptor in descriptors.items()
+            for start in range(0, file.size, STRETCH)
+        ]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._reading.stop()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        self._end.close()
 
     def finish(self, report: Callable[[int], None]) -> None:
-        """Wait until everything is read, and help. `report` is called regularly with the bytes done so far."""
-        while self._reading.one():
-            report(self._done)
-        self._reading.finish(lambda: report(self._done))
-        report(self.total)
+        """Wait until everything is read. `report` is called regularly with the bytes done so far."""
+        done = 0
+        for part in self._parts:
+            done += part.result()
+            report(done)
 
-    def _have(self, stretch: tuple[WeightFile, int]) -> None:
-        file, start = stretch
+    def _have(self, file: WeightFile, descriptor: int, start: int) -> int:
+        """Bring a part of a file into memory. Return its bytes."""
         length = min(STRETCH, file.size - start)
-        descriptor = self._descriptors[file]
         is_cached = cached(descriptor, start, length) >= length
         if file in self._copied:
             if not is_cached:
@@ -240,8 +239,7 @@ class ReadAhead:
             _touch(file.bytes[start : start + length])
         else:
             populate(file.bytes[start : start + length], _MADV_POPULATE_READ)
-        with self._lock:
-            self._done += length
+        return length
 
 
 def are_cached(files: Sequence[WeightFile]) -> bool:
