@@ -514,7 +514,7 @@ def main(argv: list[str]) -> None:
         worker.estimate(command)
     elif isinstance(command, Convert):
         worker.load()
-        tied.send(Converted(weights=0, tokenizer=False))
+        tied.send(Converted(weights=0))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))
 

@@ -390,7 +390,7 @@ class FakeLauncher:
         await self._take(model.convert_seconds, f"convert {program.model}", f"cancelled {program.model}")
         self._fail(program, model.convert_fails)
         self._note(f"converted {program.model}")
-        return Converted(weights=sum(model.shards), tokenizer=False)
+        return Converted(weights=sum(model.shards))
 
     async def estimate(self, program: Program, command: Estimate) -> Estimated:
         model = self._model(program)

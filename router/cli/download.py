@@ -60,18 +60,15 @@ class ConversionResult:
     snapshot: str
     target: str  # "" if there was nothing to do
     weights: int = 0  # bytes written
-    tokenizer: bool = False
 
     @property
     def is_converted(self) -> bool:
-        return self.weights > 0 or self.tokenizer
+        return self.weights > 0
 
     def __str__(self) -> str:
         """The result for a terminal."""
         if self.is_converted:
-            parts = [f"weights ({self.weights / MIB:.1f} MiB)"] if self.weights else []
-            parts += ["tokenizer"] * self.tokenizer
-            return f"{self.snapshot}: converted {' and '.join(parts)} to {self.target}"
+            return f"{self.snapshot}: converted weights ({self.weights / MIB:.1f} MiB) to {self.target}"
         if self.target and Path(self.target).is_dir():
             return f"{self.snapshot}: is already converted, in {self.target}"
         return f"{self.snapshot}: needs no conversion"
@@ -100,7 +97,7 @@ def prepare(preset: Preset, settings: Settings, environ: Mapping[str, str], *, s
     if command is None:
         return ConversionResult(snapshot, files.conversions.find(snapshot) or "")
     done = _convert(preset, command, environ)
-    return ConversionResult(snapshot, command.target, done.weights, done.tokenizer)
+    return ConversionResult(snapshot, command.target, done.weights)
 
 
 def _convert(preset: Preset, command: Convert, environ: Mapping[str, str]) -> Converted:

@@ -153,7 +153,7 @@ async def _convert(worker: Worker, fleet: Fleet, program: Program) -> None:
     lost = None
     try:
         converted = await fleet.launcher.convert(program, command, _listener(worker, fleet))
-        facts = {"outcome": "done", "bytes": converted.weights, "tokenizer": converted.tokenizer}
+        facts = {"outcome": "done", "bytes": converted.weights}
     except WorkerLost as error:
         lost = error
         outcome = "disk_full" if lost.exit == Exit.DISK_FULL else "failed"

@@ -23,10 +23,6 @@ from worker.protocol.snapshot_files import MANIFEST, PART, ConversionManifest, d
 
 log = logging.getLogger("router.store.converted")
 
-# Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them.
-_SLOW_TOKENIZERS = frozenset(
-    {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}
-)
 _LAYOUT = 1  # part of the hash; raised when the result of a conversion changes
 
 
@@ -79,7 +75,7 @@ class ConvertedSnapshots:
         because the worker keeps an existing target.
         """
         has_parts = facts.stacked > 0 and not facts.quantization
-        if not facts.pickled and not has_parts and not _lacks_fast_tokenizer(snapshot):
+        if not facts.pickled and not has_parts:
             return None
         target = self.target(snapshot)
         if target is None or target in self._given_up or self._manifest(target) is not None:
@@ -158,11 +154,3 @@ class ConvertedSnapshots:
 
 def _size(manifest: ConversionManifest) -> int:
     return sum(size for size, _ in manifest.files.values())
-
-
-def _lacks_fast_tokenizer(snapshot: str) -> bool:
-    try:
-        names = set(os.listdir(snapshot))
-    except OSError:
-        return False
-    return "tokenizer.json" not in names and not names.isdisjoint(_SLOW_TOKENIZERS)

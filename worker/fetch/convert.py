@@ -1,10 +1,9 @@
 """The `convert` command: a copy of a snapshot in the layout that the engine maps, so that loads need not convert.
 
 Pickled weights (pytorch_model.bin) become safetensors. Experts that the checkpoint stores one by one are stacked as the
-model has them. A tokenizer without its fast form (tokenizer.json) gets it, if both give the same tokens. Everything
-else is linked. The model's own loading code converts, and its results are written to disk one by one, so that memory
-holds only the experts of one layer and what they are made of. The target appears with one rename, complete and synced
-to disk, or not at all.
+model has them. Everything else is linked. The model's own loading code converts, and its results are written to disk
+one by one, so that memory holds only the experts of one layer and what they are made of. The target appears with one
+rename, complete and synced to disk, or not at all.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from worker.engines.transformers.load import loader, quantization, safetensors
 from worker.engines.transformers.load.snapshot import is_embedder, load_config, model_class
 from worker.errors import StartError
-from worker.fetch import fast_tokenizer
 from worker.fetch.pickles import pickle_files
 from worker.fetch.tensor_writer import TensorWriter
 from worker.protocol import pickled_weights
@@ -56,8 +54,7 @@ def convert(command: Convert, emit: Emit) -> Converted:
     pickles = pickle_files(snapshot)
     with _turn(target.parent, emit), _unfinished(target) as part:
         if part is None:
-            return Converted(weights=0, tokenizer=False)
-        has_tokenizer = fast_tokenizer.convert(snapshot, part)
+            return Converted(weights=0)
         if pickles:
             weights = _convert_pickles(snapshot, pickles, config, part, emit)
             replaced = {path.name for path in pickles} | {PICKLED_INDEX}
@@ -68,7 +65,7 @@ def convert(command: Convert, emit: Emit) -> Converted:
         if written:
             _link_others(snapshot, part, replaced)
         _write_manifest(part, snapshot, written)
-    return Converted(weights=weights, tokenizer=has_tokenizer)
+    return Converted(weights=weights)
 
 
 # The target

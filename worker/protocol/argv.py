@@ -44,7 +44,7 @@ class Download(Supervised):
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Supervised):
-    """Convert weights and tokenizer of a snapshot to the form that the engine uses, so that loads need not.
+    """Convert the weights of a snapshot to the form that the engine uses, so that loads need not.
 
     The target is a snapshot too. Runs at the lowest CPU and disk priority.
     """

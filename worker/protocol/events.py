@@ -36,8 +36,7 @@ class Downloaded:
 class Converted:
     """The converted snapshot is complete."""
 
-    weights: int  # bytes of weights written
-    tokenizer: bool  # the tokenizer was converted too
+    weights: int  # bytes written
 
 
 @dataclass(frozen=True, kw_only=True)

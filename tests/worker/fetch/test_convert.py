@@ -1,10 +1,8 @@
 """Converted snapshots: same output as the original, mapped without conversion, complete or absent."""
 
 import fcntl
-import json
 import os
 import queue
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -16,14 +14,12 @@ from safetensors.torch import load_file, save_file
 from router.memory import checkpoint
 from tests import tiny
 from tests.pickled import Command, pickle_weights, poison
-from tests.worker.loaded import complete_one, edit, load, options, serving, shard
+from tests.worker.loaded import complete_one, load, options, serving, shard
 from worker.engines.transformers.load import loader
-from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
+from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import StartError
 from worker.fetch import convert as conversion
-from worker.fetch import fast_tokenizer
 from worker.fetch.convert import check_disk_space
-from worker.fetch.fast_tokenizer import PROBES
 from worker.fetch.tensor_writer import TensorWriter
 from worker.protocol.argv import Convert
 from worker.protocol.events import Converted, Event, Exit, Progress
@@ -79,7 +75,7 @@ def test_a_load_maps_the_weights_of_a_converted_snapshot(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", NOT_CONVERTED)
 def test_weights_that_load_without_conversion_are_not_copied(family: str, tmp_path: Path) -> None:
     snapshot, target = tiny.make(family, tmp_path / "original"), tmp_path / "converted"
-    assert convert(snapshot, target) == Converted(weights=0, tokenizer=False)
+    assert convert(snapshot, target) == Converted(weights=0)
     assert [path.name for path in target.iterdir()] == [MANIFEST]
     assert manifest(target) == ConversionManifest(source=str(snapshot), files={})
 
@@ -312,36 +308,3 @@ def test_a_missing_part_of_pickled_weights_is_damage(tmp_path: Path) -> None:
 
 
 # The tokenizer
-
-
-def store_slow_tokenizer(snapshot: Path) -> None:
-    """Store the tokenizer of a snapshot as GPT-2's is stored: vocabulary and merges, without the fast form."""
-    fast = json.loads((snapshot / "tokenizer.json").read_text())
-    (snapshot / "vocab.json").write_text(json.dumps(fast["model"]["vocab"]))
-    lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in fast["model"]["merges"]]
-    (snapshot / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
-    (snapshot / "tokenizer.json").unlink()
-    edit(snapshot / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
-
-
-def test_a_slow_tokenizer_gets_a_fast_form_with_the_same_tokens(tmp_path: Path) -> None:
-    snapshot, target = tiny.make("gpt2", tmp_path / "original"), tmp_path / "converted"
-    store_slow_tokenizer(snapshot)
-    assert convert(snapshot, target) == Converted(weights=0, tokenizer=True)
-    assert (target / "model.safetensors").resolve() == (snapshot / "model.safetensors").resolve(), "weights are linked"
-    usual, ours = (load_tokenizer(options(folder)) for folder in (snapshot, target))
-    for text in (*PROBES, *tiny.CORPUS, "<s>[INST] hi</s>"):
-        assert usual.encode(text) == ours.encode(text), text
-    assert usual.chat_template == ours.chat_template
-    assert list(manifest(target).files) == ["tokenizer.json"]
-
-
-def test_a_fast_form_with_other_tokens_is_not_used(tmp_path: Path) -> None:
-    """Settings of a tokenizer may override tokenizer.json: here, the space before the first word."""
-    snapshot = tiny.make("gpt2", tmp_path / "original")
-    usual = load_tokenizer(options(snapshot))
-    other = shutil.copytree(snapshot, tmp_path / "other")
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(re.sub(r'"add_prefix_space": *false', '"add_prefix_space": true', text))
-    assert fast_tokenizer.difference(usual, usual) == ""
-    assert fast_tokenizer.difference(usual, load_tokenizer(options(other))).startswith("the tokens of")
