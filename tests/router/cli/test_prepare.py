@@ -8,6 +8,7 @@ import pytest
 
 from router.cli.main import main
 from tests.router.cli.test_estimate import write
+from tests.sparse import write_weights
 
 
 def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
@@ -34,7 +35,7 @@ def test_a_conversion_that_the_worker_cannot_do_fails_with_its_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "m")
-    (folder / "vocab.json").write_text("{}")  # a slow tokenizer, which the worker's program cannot read
+    write_weights(folder / "model.safetensors", {"model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", [64, 64])})
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "model_type": "no-such-type"})
     )
