@@ -205,12 +205,9 @@ class AdapterSource:
     """A LoRA adapter that requests may name."""
 
     name: str
-    path: str
-    """Folder with adapter_config.json and adapter_model.safetensors."""
-    scale: float = 1.0
-    """Factor on the adapter's own scale."""
-    pinned: bool = False
-    """Never evict the adapter from device memory."""
+    path: str  # folder with adapter_config.json and adapter_model.safetensors
+    scale: float = 1.0  # factor on the adapter's own scale
+    pinned: bool = False  # never evict the adapter from device memory
 
 
 def encode_adapters(sources: Sequence[AdapterSource]) -> str:
