@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_the_last_count_serves_where_no_request_may_wait_for_another() -> None:
         return int(first > 64 * MIB and kept == first and first - look.bytes() > 40 * MIB)
 
     assert forked(look, ours[:0], count=keeps_it) == 1
+
+
+def test_a_page_that_the_parent_copies_is_counted_as_the_childs() -> None:
+    gc.collect()
+    ours = torch.ones(64 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+    (counted, tell_parent), (written, tell_child) = os.pipe(), os.pipe()
+
+    def write() -> None:
+        os.read(counted, 1)
+        ours[: 48 * MIB].fill_(7)
+        os.write(tell_child, b"!")
+
+    def lost(look: Inheritance) -> int:
+        first = min(look.bytes() for _ in range(3))  # the first counts cause page faults
+        os.write(tell_parent, b"!")
+        os.read(written, 1)
+        return first - look.bytes()
+
+    parent = threading.Thread(target=write)
+    parent.start()
+    assert forked(look, ours[:0], count=lost) == pytest.approx(48 * MIB, abs=MIB)
+    parent.join()
+    for descriptor in (counted, tell_parent, written, tell_child):
+        os.close(descriptor)
 
 
 def test_a_process_that_was_not_forked_shares_nothing() -> None:

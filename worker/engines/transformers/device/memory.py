@@ -19,8 +19,9 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
-# Shared pages are counted again after this number of page faults of this process (a copied page is one fault), and
-# after this number of seconds: the fork server copies pages as well, and its old page may belong to one worker then.
+# Shared pages are counted again after this number of page faults of this process and its fork server together: a copied
+# page is one fault, and the old page of the fork server may then belong to this process. They are also counted after
+# this number of seconds: the last other worker that shares a page may copy it.
 _MOST_FAULTS, _COUNT_INTERVAL = 64, 10.0
 _PAGES_AT_ONCE = 4096  # of the page map in one read
 # Upper limits of the data that a worker shares with its fork server and then copies by writing, as 1/N of the data.
@@ -28,7 +29,8 @@ _PAGES_AT_ONCE = 4096  # of the page map in one read
 # 2.6 %, but their memory is announced (`MemoryNeed`).
 _COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
 # Upper limit of the data that a worker comes to own between two pulses without an announced step. Measured: 0.2 MiB by
-# 40 requests, and 0.4 to 0.9 MiB when the fork server prebuilds a model: the old pages that it copies are the worker's.
+# 40 requests, 0.4 to 0.9 MiB when the fork server prebuilds a model, and 2.1 MiB when another worker loads its model:
+# the old pages that they copy are the worker's.
 COPIED_BETWEEN_PULSES = 2 << 20
 # Requests that run at the same time are announced above this number of bytes.
 ANNOUNCED_FROM = 256 << 10
@@ -128,9 +130,9 @@ class Inheritance:
         self._data = 0  # bytes of data before the fork
         self._data_when_loaded = 0  # those that were shared when `yet_to_copy` was first called
         self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
-        self._pagemap = -1
+        self._pagemap = self._parent_stat = -1  # descriptors of /proc files
         self._shared = 0, 0  # bytes of data and of libraries
-        self._counted_at, self._faults = -math.inf, 0  # monotonic seconds, and page faults of this process until then
+        self._counted_at, self._faults = -math.inf, 0  # monotonic seconds, and `_page_faults` then
         self._keeps_count = False
         # Several threads measure. With the lock, one count serves all threads that wait for it.
         self._lock = threading.Lock()
@@ -163,6 +165,7 @@ class Inheritance:
         self.modules = len(sys.modules)
         with suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self._parent_stat = os.open(f"/proc/{os.getppid()}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def is_forked(self) -> bool:
@@ -219,7 +222,7 @@ class Inheritance:
         if self._pagemap < 0 or self._keeps_count:
             return self._shared
         with self._lock:
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            faults = self._page_faults()
             is_old = time.monotonic() - self._counted_at > _COUNT_INTERVAL
             if is_old or faults > self._faults + _MOST_FAULTS:
                 data = libraries = 0
@@ -233,6 +236,14 @@ class Inheritance:
                 self._shared = data * mmap.PAGESIZE, libraries * mmap.PAGESIZE
                 self._counted_at, self._faults = time.monotonic(), faults
             return self._shared
+
+    def _page_faults(self) -> int:
+        """Page faults of this process and of its parent so far."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with suppress(OSError):  # the parent has ended
+            # Field 10 (proc_pid_stat(5)). The second one, a name in brackets, may contain blanks.
+            faults += int(os.pread(self._parent_stat, 1024, 0).rpartition(b")")[2].split()[7])
+        return faults
 
 
 inheritance = Inheritance()  # of this process, or of the one that it was forked from
