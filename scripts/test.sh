@@ -32,17 +32,22 @@ step() {
     echo "== $*"
     "$bin/$@" || failed+=("$1")
 }
-# On the other core, the tests are collected. pytest rewrites their assertions, and Python compiles what they import,
-# before each of the processes of the tests would do it.
-"$bin/pytest" ${tests[@]+"${tests[@]}"} -n 0 --collect-only -q >/dev/null 2>&1 &
+# mypy needs one core and a minute. Meanwhile the tests are collected and begin: pytest rewrites their assertions, and
+# Python compiles what they import, before each of the processes of the tests would do it.
 step ruff check .
 step ruff format --check .
-step mypy
-wait
+echo "== mypy, beside the tests"
+types=$(mktemp)
+"$bin/mypy" >"$types" 2>&1 &
+mypy=$!
+"$bin/pytest" ${tests[@]+"${tests[@]}"} -n 0 --collect-only -q >/dev/null 2>&1 || true
 export OMP_NUM_THREADS=1
 # Three processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
 # tests/conftest.py puts the longest files first.
 step pytest -n 3 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
+wait "$mypy" || failed+=(mypy)
+cat "$types" >&2
+rm "$types"
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2

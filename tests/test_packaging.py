@@ -179,7 +179,6 @@ def test_the_test_command_checks_everything_and_shows_the_tests_last(checkout: P
             f"bootstrap --extras worker,dev --venv {venv}",
             "ruff check .",
             "ruff format --check .",
-            "mypy",
             "pytest -n 3 --dist loadfile --no-loadscope-reorder -x tests/router 1",
         ],
     )

@@ -417,7 +417,7 @@ class TransformersEngine:
         self._has_had_requests = True
         growth.running_bytes += size
         try:
-            if self._with_steps and (is_first or growth.running_bytes > memory.ANNOUNCED_FROM):
+            if self._with_steps and (is_first or growth.running_bytes > memory.COPIED_BETWEEN_PULSES // 4):
                 # Pages that are copied meanwhile come on top: a large request copies as many as many small ones.
                 more = memory.TAKEN_BY_REQUESTS if is_first else memory.COPIED_BETWEEN_PULSES
                 with memory.inheritance.last_count():  # a new count would hold up all requests for 10 ms

@@ -28,12 +28,11 @@ _PAGES_AT_ONCE = 4096  # of the page map in one read
 # Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
 # 2.6 %, but their memory is announced (`MemoryNeed`).
 _COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 56
-# Upper limit of the data that a worker comes to own between two pulses without an announced step. Measured: 0.2 MiB by
-# 40 requests, 0.4 to 0.9 MiB when the fork server prebuilds a model, and 2.1 MiB when another worker loads its model:
-# the old pages that they copy are the worker's.
-COPIED_BETWEEN_PULSES = 2 << 20
-# Requests that run at the same time are announced above this number of bytes.
-ANNOUNCED_FROM = 256 << 10
+# Upper limit of the data that a worker copies between two pulses without an announced step. Measured: 0.2 MiB by 40
+# requests. A worker also comes to own pages that others copy: 0.4 to 0.9 MiB when the fork server prebuilds a model,
+# and up to 2.1 MiB when another worker loads. These may exceed its reservation until its next pulse. A larger limit
+# would be more than 5 % of what small workers hold.
+COPIED_BETWEEN_PULSES = 1 << 20
 # Main memory that the first requests take besides copied pages, after the largest steps of a small model were computed:
 # Python's heap and code of libraries. Measured: 5.0 to 6.3 MiB with the copied pages, half of it by the first request.
 TAKEN_BY_REQUESTS = 4 << 20
