@@ -115,13 +115,12 @@ def _log_event(event: Event) -> None:
 
 
 def converted_line(event: Event) -> str:
-    """`mixtral converted: weights 88.1GiB, tokenizer in 212.3s`."""
+    """`mixtral converted: weights 90214MiB in 212.3s`."""
     data = event.data
     if "error" in data:
         return f"{event.model}: conversion failed ({data['outcome']}): {data['error']}"
-    parts = [f"weights {size(data['bytes'])}"] if data["bytes"] else []
-    parts += ["tokenizer"] * data["tokenizer"]
-    return f"{event.model} converted: {', '.join(parts) or 'nothing to convert'} in {data['seconds']:.1f}s"
+    done = f"weights {size(data['bytes'])}" if data["bytes"] else "nothing to convert"
+    return f"{event.model} converted: {done} in {data['seconds']:.1f}s"
 
 
 def state_line(event: Event) -> str:

@@ -200,6 +200,7 @@ async def router(
             await client.aclose()
             await up.end()
             await hearing
+        assert not [line for line in up.log if "an event could not be rendered" in line]
 
 
 @asynccontextmanager

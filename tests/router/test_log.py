@@ -12,7 +12,7 @@ import pytest
 
 from router.api.request_log import request_line
 from router.events import Event
-from router.log import Line, LogQueue, Ring, _Json, _Text, plan_line, size, state_line
+from router.log import Line, LogQueue, Ring, _Json, _Text, converted_line, plan_line, size, state_line
 
 MIB = 1 << 20
 
@@ -35,6 +35,12 @@ def test_an_eviction_line_names_the_demand_and_the_numbers() -> None:
         "evict a#1 reason=evicted for=c idle=3.5s frees=400MiB@cpu needs=500MiB(exact)"
         " cpu:used=900MiB,foreign=0MiB,margin=64MiB,limit=1000MiB"
     )
+
+
+@pytest.mark.parametrize(("written", "done"), [(3 << 30, "weights 3072MiB"), (0, "nothing to convert")])
+def test_a_conversion_is_one_line_with_its_size_and_time(written: int, done: str) -> None:
+    data = {"outcome": "done", "bytes": written, "seconds": 2.25}
+    assert converted_line(Event(1, 0.0, "converted", "a", data)) == f"a converted: {done} in 2.2s"
 
 
 def test_a_refusal_and_a_dropped_copy_are_one_line_with_their_numbers() -> None:

@@ -132,4 +132,6 @@ def _family_modules() -> list[str]:
 
     # Newest first: reading a name that was inherited from the fork server copies its memory page, 5 ms for all of them.
     own = islice(reversed(sys.modules), len(sys.modules) - memory.inheritance.modules)
-    return [name for name in tuple(own) if name.startswith("transformers.") and is_family_module(name)]
+    families = [name for name in tuple(own) if name.startswith("transformers.") and is_family_module(name)]
+    # transformers has modules under further names (tokenization_llama_fast), which cannot be imported.
+    return [name for name in families if sys.modules[name].__name__ == name]
