@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.worker.every_kind import NEW, WARM, comparable, requests
-from tests.worker.families import SHALLOW
 from tests.worker.integrity import check_rows, check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
@@ -63,7 +62,7 @@ FAMILIES = ("llama", "gemma3_text", "gpt_oss", "mamba", "t5")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"seed": 2} if request.param == "t5" else SHALLOW.get(request.param, {})
+    changes = {"seed": 2} if request.param == "t5" else {}
     return tiny.make(request.param, tmp_path_factory.mktemp("snapshot"), **changes)
 
 
