@@ -94,7 +94,7 @@ def _mem_info() -> tuple[int, int]:
 
 
 def _output(program: str) -> str:
-    """What a Python program prints, in a process of its own."""
+    """Run a Python program in a process of its own and return its output."""
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
