@@ -152,6 +152,8 @@ class Registry:
             self.file_presets = {id: preset for id, preset in loaded.presets.items() if id not in left_out}
             self.startup_pending &= self.file_presets.keys()
             result = self.shared_workers.apply(*self.overrides.apply(self.file_presets))
+            for id in result["removed"]:
+                self.overrides.forget(id)
             self._update_names()
             return {**result, "warnings": warnings}
 

@@ -44,6 +44,22 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(one: Router,
         assert error_of(await client.post("/router/pin", json={"model": "a", **wrong})) == (400, "invalid_value")
 
 
+async def test_changes_by_calls_end_with_the_removal_of_their_model(one: Router, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters" / "in-folder"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    models = {"a": {"enable-lora": "on", "adapters-dir": folder.parent}}
+    await one.serve(tmp_path, models)
+    adapter = {"name": "by-call", "src": str(folder)}
+    assert (await one.client.post("/models/a/adapters", params=adapter)).status_code == 200
+    assert (await one.client.post("/router/pin", json={"model": "a"})).status_code == 200
+    await one.serve(tmp_path, models)  # removes all models first
+    adapters = (await one.client.get("/models/a/adapters")).json()["adapters"]
+    assert [adapter["name"] for adapter in adapters] == ["in-folder"]
+    assert (await one.status("a"))["pinned"] is False
+
+
 async def test_what_was_learned_of_a_models_memory_can_be_dropped(one: Router, tmp_path: Path) -> None:
     async def source() -> str:
         """The source of the estimate of a load."""

@@ -66,5 +66,3 @@ async def test_adapters_of_the_hub_come_before_their_model_is_loaded_and_by_a_ca
     assert len(set(texts)) == 3
     response = await real.client.post("/adapters", params={"name": "no", "src": "org/none", "model": "tiny"})
     assert (response.status_code, "org/none" in response.json()["message"]) == (500, True)
-    # Other tests have a model of this name in the same router.
-    assert (await real.client.delete("/models/tiny/adapters/de")).status_code == 200
