@@ -19,7 +19,7 @@ from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import Conversation
 from worker.prompt.logprob_options import LogprobOptions
-from worker.protocol.dialects.fastchat import CONV_TEMPLATE, COUNT_TOKENS, EMBED, GENERATE, SAME_AS_OPENAI
+from worker.protocol.dialects.fastchat import CONV_TEMPLATE, COUNT_TOKENS, GENERATE, SAME_AS_OPENAI
 
 _NEW_TOKENS = 256  # default for requests without max_new_tokens
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
@@ -65,7 +65,6 @@ async def _generate(body: Json, model: ServedModel, *, streams: bool) -> Generat
 
 async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
     """Compute a vector for each input. Raise RequestError."""
-    BodyFields(body, EMBED).skip(EMBED)
     embedded = await vectors.embeddings(body, model)
     found = [item["embedding"] for item in embedded.body["data"]]
     answer = {"embedding": found, "token_num": embedded.prompt_tokens}

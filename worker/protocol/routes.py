@@ -164,7 +164,7 @@ _DECLARATIONS: tuple[Route, ...] = (
           requests=(fastchat.GENERATE,), response=fastchat.GENERATE_RESPONSE),
     Route("POST", "/worker_get_embeddings", Dialect.FASTCHAT, "fastchat_embeddings", "fastchat.get_embeddings",
           summary="One embedding for each text.", worker=True,
-          requests=(fastchat.EMBED,), response=fastchat.EMBED_RESPONSE),
+          requests=(openai.EMBEDDINGS,), response=fastchat.EMBED_RESPONSE),
     Route("POST", "/worker_get_conv_template", Dialect.FASTCHAT, "fastchat_conv", "fastchat.get_conv_template",
           summary="The conversation template that FastChat's API server uses for this model.",
           worker=True, requests=(fastchat.CONV_TEMPLATE,), response=fastchat.CONV_TEMPLATE_RESPONSE),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from worker.protocol import schema as s
 from worker.protocol.dialects.generation_fields import MAX_INT32
-from worker.protocol.dialects.openai import EMBEDDINGS, MODEL, TEXT_COMPLETION
+from worker.protocol.dialects.openai import MODEL, TEXT_COMPLETION
 from worker.protocol.schema import Body, ResponseSchema, Schema
 
 # Fields with the name and the meaning of a field of OpenAI's text completions.
@@ -20,7 +20,6 @@ GENERATE: Body = {
     "stream": s.flag("No effect: the path decides."),
     "images": s.one_of([[]]),
 }
-EMBED: Body = EMBEDDINGS
 COUNT_TOKENS: Body = {"model": MODEL, "prompt": s.TEXT}
 CONV_TEMPLATE: Body = {"model": MODEL}
 TOKEN_CHECK: Body = {
