@@ -294,7 +294,8 @@ class _Resolution:
         return found
 
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Apply n-gpu-layers, and reject contradictions between the keys of placement."""
+        """Apply main-gpu and n-gpu-layers, and reject contradictions between the keys of placement."""
+        self._apply_main_gpu(settings, fields)
         self._apply_gpu_layers(settings, fields)
         shares = [share for share in fields.get("tensor_split", ()) if share]
         self._check_tensor_parallel(settings, fields, shares)
@@ -333,6 +334,17 @@ class _Resolution:
             self._fail(place, f"split-mode = {mode} forbids what this asks for; remove one of the two")
         if ranks == ALL_DEVICES and fields.get("device") == ("cpu",):
             self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
+
+    def _apply_main_gpu(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Drop main-gpu unless split-mode is none. As in llama-server, it does not limit a model that may be split."""
+        device = settings.get("device")
+        if device is None or device.name not in ("mg", "main-gpu"):
+            return
+        if fields.get("split_mode") == "none":
+            self._used_parts.add(device.place)
+            return
+        del settings["device"], fields["device"]
+        self._unused_parts[device.place] = ("main-gpu", "it needs split-mode = none; write device = cuda:N")
 
     def _apply_gpu_layers(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Treat n-gpu-layers = 0 as device = cpu, unless `device` is set with higher precedence."""
