@@ -69,19 +69,22 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
     )  # fmt: skip
 
 
-def batches_anyway(settings: Iterable[tuple[str, str]]) -> bool:
-    """True if LMI's async_mode is on. It requires rolling_batch = disable, and batches continuously nevertheless."""
+def lmi_batching(settings: Iterable[tuple[str, str]], *, in_lmi: bool = False) -> Mapping[str, str]:
+    """The keys in place of those of `settings` that together decide how LMI batches; an empty key has no effect.
+
+    Beside rolling_batch = disable, batch_size limits the requests in one step. async_mode requires this value, and
+    batches continuously nevertheless.
+    """
+    given: dict[str, dict[str, str]] = {}  # by option: the texts by name
     for name, text in settings:
-        spelling = preset_keys.find(name)
-        if spelling is not None and spelling.option.name == "async-mode":
+        if spelling := preset_keys.find(name, in_lmi=in_lmi):
             with contextlib.suppress(click.BadParameter):
-                return spelling.text(text) == "on"
-    return False
-
-
-def _is_rolling_batch(name: str) -> bool:
-    spelling = preset_keys.find(name)
-    return spelling is not None and spelling.option.name == "rolling-batch"
+                given.setdefault(spelling.option.name, {})[name] = spelling.text(text).strip().lower()
+    disabled = [name for name, text in given.get("rolling-batch", {}).items() if text == "disable"]
+    if "on" in given.get("async-mode", {}).values():
+        return dict.fromkeys(disabled, "")
+    sizes = given.get("batch-size", {}) if disabled else {}
+    return dict.fromkeys(disabled, "") | dict.fromkeys(sizes, "parallel") if sizes else {}
 
 
 class ProblemCollector:
@@ -135,12 +138,14 @@ class SettingReader:
         """The settings of `[*]` or `[id]`."""
         layer: Layer = {}
         written: dict[str, ini.Entry] = {}
-        is_async = batches_anyway((entry.key, entry.value) for entry in section.entries)
+        in_lmi = level == PROPERTIES
+        batching = lmi_batching(((entry.key, entry.value) for entry in section.entries), in_lmi=in_lmi)
         for entry in section.entries:
-            if is_async and _is_rolling_batch(entry.key):
+            name = batching.get(entry.key, entry.key)
+            if not name:
                 continue
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
-            for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=level == PROPERTIES):
+            for spelling, text in self._spelled(name, entry.value, place, in_lmi=in_lmi):
                 before = written.get(spelling.canonical)
                 if before is not None and spelling.option.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
@@ -172,7 +177,8 @@ class SettingReader:
         layer: Layer = {}
         texts: dict[str, str] = {}
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
-        is_async = batches_anyway(item for item in self._environ.items() if item[0].endswith("_ASYNC_MODE"))
+        of_batching = ("_ASYNC_MODE", "_ROLLING_BATCH", "_BATCH_SIZE")
+        batching = lmi_batching(item for item in self._environ.items() if item[0].endswith(of_batching))
         for name in sorted(
             self._environ,
             key=lambda name: (order.get(name[: name.find("_") + 1], 3), not name.startswith(NEGATIVE), name),
@@ -185,7 +191,8 @@ class SettingReader:
                 spelling = preset_keys.find(name) if is_ours or name in preset_keys.VARIABLES else None
                 if is_ours and spelling is None:
                     self._unknown_variable(name)
-            if spelling is None or (is_async and _is_rolling_batch(name)):
+            meant = batching.get(name, name)
+            if spelling is None or not meant:
                 continue
             place = Problem(name, 0, "", name, "")
             text = self._environ[name]
@@ -204,7 +211,7 @@ class SettingReader:
                 self._warn(place, f"is for one model, and {_count(named)} named at start, so it is not read;"
                                   " write a section in a file for --models-preset")  # fmt: skip
                 continue
-            for meaning, value in self._spelled(name, text, place):
+            for meaning, value in self._spelled(meant, text, place):
                 if meaning is not spelling and (before := layer.get(meaning.canonical)):  # rolling_batch = disable
                     self._warn(before.place, f"has no effect beside {name}; remove one of the two")
                 self._add(layer, meaning, value, place, ENVIRONMENT)
