@@ -34,11 +34,11 @@ class LargeBodies:
     @contextlib.asynccontextmanager
     async def admit(self, request: web.Request) -> AsyncIterator[None]:
         """Wait until the body of `request` may be read. It counts until the end of the block."""
-        size = request.content_length
-        if size is not None and size < LARGE:
+        stated = request.content_length
+        if stated is not None and stated < LARGE:
             yield
             return
-        size = min(LARGE if size is None else size, self._budget)
+        size = self._budget if stated is None else min(stated, self._budget)  # a chunked body may have any length
         async with self._first:
             while size > self._free:
                 self._returned.clear()

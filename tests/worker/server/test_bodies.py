@@ -163,6 +163,15 @@ async def test_a_large_body_whose_client_disconnects_while_it_waits_takes_no_pla
     await last
 
 
+async def test_a_body_of_unknown_length_is_read_alone() -> None:
+    bodies = LargeBodies(4 * LARGE)
+    async with bodies.admit(large(None)):
+        waiting = asyncio.ensure_future(bodies.admit(large(LARGE)).__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+
+
 async def test_a_body_above_the_budget_is_read_alone() -> None:
     bodies = LargeBodies(LARGE)
     async with bodies.admit(large(100 * LARGE)):
