@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -203,6 +204,23 @@ def test_a_killed_download_is_resumed_at_its_last_byte(hub: Hub, tmp_path: Path)
     assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
     assert hub.fetched(repo).count("tokenizer.json") == 1, "a complete file is not fetched twice"
     assert partials(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_download_whose_files_are_deleted_ends_at_once_and_starts_again(hub: Hub, tmp_path: Path) -> None:
+    repo = publish(hub, "deleted")
+    hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}, {"stall": 200_000}]})
+    with download(hub, tmp_path, repo) as child:
+        while child.event(Progress).done < 100_000:
+            pass
+        shutil.rmtree(tmp_path / "models--files--deleted")
+        assert child.exit() == Exit.DAMAGED  # at the first byte after the stall
+        assert f"files below {tmp_path} were deleted during the download; try again" in child.log
+        assert "Traceback" not in child.log
+    hub.fails()
+    succeed(hub, tmp_path, repo)
+    asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
+    assert asked == ["model.safetensors", "model.safetensors bytes=100000-", "model.safetensors"]
 
 
 def test_a_server_that_ignores_ranges_sends_the_file_again(hub: Hub, tmp_path: Path) -> None:

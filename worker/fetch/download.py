@@ -233,9 +233,12 @@ def _hub_cause(error: Exception, command: Download) -> StartError:
 
 @contextlib.contextmanager
 def _writing(root: Path, remedy: str) -> Iterator[None]:
-    """Raise StartError, with `remedy` in its message, if the disk below `root` is full or cannot be written."""
+    """Raise StartError for a failure of the disk below `root`: files deleted meanwhile, or, with `remedy` in its
+    message, no room or no permission."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise StartError(f"files below {root} were deleted during the download; try again", Exit.DAMAGED) from error
     except OSError as error:
         if error.errno in _FULL:
             raise StartError(f"no room left below {root}; free some, or {remedy}", Exit.DISK_FULL) from error

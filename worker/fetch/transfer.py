@@ -12,6 +12,7 @@ in version 2.4) is not used, because it does not have four properties that tests
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -214,6 +215,8 @@ class Content:
             self._hash = hashlib.sha1(b"blob %d\0" % self._file.size, usedforsecurity=False)  # git blob id
 
     def append(self, chunk: bytes) -> None:
+        if not os.fstat(self._partial.fileno()).st_nlink:  # deleted: the rest would be received in vain
+            raise FileNotFoundError(errno.ENOENT, "deleted during the download", self._partial.name)
         rest = memoryview(chunk)
         while rest:
             rest = rest[self._partial.write(rest) :]  # may write less than it receives
