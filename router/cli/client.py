@@ -1,5 +1,6 @@
 """The client commands: one GET to a running router, and its answer as a table."""
 
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,19 +33,22 @@ def _is_ours(row: Any) -> bool:
 
 def connect(url: str, key: str = "") -> httpx.Client:
     """An HTTP client of the router at `url`, which may be the path of a socket file as in `--host`. It ignores proxies
-    of the environment."""
+    of the environment, and trusts the certificates that this machine trusts (SSL_CERT_FILE)."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     transport = None
     if url.endswith(".sock") and "://" not in url:
         transport, url = httpx.HTTPTransport(uds=url), "http://router"  # the host has no meaning
-    return httpx.Client(base_url=url, transport=transport, headers=headers, timeout=TIMEOUT, trust_env=False)
+    verify = ssl.create_default_context()
+    return httpx.Client(
+        base_url=url, transport=transport, headers=headers, timeout=TIMEOUT, trust_env=False, verify=verify
+    )
 
 
 def get(url: str, path: str, key: str = "") -> Any:
     """The JSON answer of the router at `url`, which may be a socket file. Raises RouterUnreachable."""
     try:
         with connect(url, key) as http:
-            return http.get(path).raise_for_status().json()
+            return http.get(path, follow_redirects=True).raise_for_status().json()
     except httpx.HTTPStatusError as refused:
         status = refused.response.status_code
         hint = "; give --api-key, or set ROUTER_API_KEY" if status in (401, 403) else ""

@@ -3,6 +3,8 @@
 import contextlib
 import http.server
 import socketserver
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +22,14 @@ class SocketServer(socketserver.UnixStreamServer):
 
 
 @contextlib.contextmanager
-def answering(text: str, socket: str = "") -> Iterator[str]:
-    """The URL of a server whose response to every request is `text`, or the path `socket` where it listens."""
+def answering(text: str, socket: str = "", *, redirect: str = "", tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The URL of a server whose response to every request is `text` or a `redirect`, or the path `socket` where it
+    listens."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(301 if redirect else 200)
+            self.send_header("Location", redirect)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -34,10 +38,13 @@ def answering(text: str, socket: str = "") -> Iterator[str]:
 
     tcp = http.server.HTTPServer
     with SocketServer(socket, Handler) if socket else tcp(("127.0.0.1", 0), Handler) as server:
+        scheme = "https" if tls else "http"
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
-            yield socket or f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+            yield socket or f"{scheme}://127.0.0.1:{server.socket.getsockname()[1]}"
         finally:
             server.shutdown()
             serving.join()
@@ -119,6 +126,19 @@ def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}') as url:
+        assert [each["id"] for each in models(url)] == ["x"]
+
+
+def test_a_proxy_with_tls_in_front_of_a_router_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It redirects from HTTP, and its certificate is signed by an authority that only this machine trusts."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1 -keyout"
+    subprocess.run([*made.split(), key, "-out", certificate], check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listed = '{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}'
+    with answering(listed, tls=context) as https, answering("", redirect=f"{https}/models") as url:
         assert [each["id"] for each in models(url)] == ["x"]
 
 
