@@ -42,7 +42,8 @@ def fake(folder: Path) -> tuple[str, ...]:
 
 
 async def test_a_chat_starts_a_router_for_itself_and_ends_it(tmp_path: Path) -> None:
-    chat = await command("run", str(fake_snapshot(tmp_path / "tiny")), *fake(tmp_path), folder=tmp_path)
+    snapshot, keys = fake_snapshot(tmp_path / "tiny"), {"ROUTER_API_KEY": "sk-of-both"}
+    chat = await command("run", str(snapshot), *fake(tmp_path), folder=tmp_path, environ=keys)
     code, out, errors = await done(chat, "one two\n/bye\n")
     assert (code, out) == (0, "one two \n"), errors
     assert errors.startswith("tiny: /bye")

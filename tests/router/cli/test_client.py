@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import socketserver
 import ssl
 import subprocess
@@ -22,16 +23,27 @@ class SocketServer(socketserver.UnixStreamServer):
 
 
 @contextlib.contextmanager
-def answering(text: str, socket: str = "", *, redirect: str = "", tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def answering(
+    text: str,
+    socket: str = "",
+    *,
+    redirect: str = "",
+    tls: ssl.SSLContext | None = None,
+    key: str = "",
+    refusal: int = 0,
+) -> Iterator[str]:
     """The URL of a server whose response to every request is `text` or a `redirect`, or the path `socket` where it
-    listens."""
+    listens. `refusal`: the status for requests without this `key`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(301 if redirect else 200)
+            is_allowed = not refusal or self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response(refusal if not is_allowed else 301 if redirect else 200)
             self.send_header("Location", redirect)
             self.end_headers()
             self.wfile.write(text.encode())
+
+        do_POST = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -105,8 +117,22 @@ def test_the_message_without_a_router_names_the_remedy() -> None:
         RouterUnreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
     ):
         get("http://127.0.0.1:1", "/models")
-    with pytest.raises(RouterUnreachable, match="no address"):
-        get("ftp://x", "/models")
+    for url in ("ftp://x", "http://[::1"):
+        with pytest.raises(RouterUnreachable, match="no address"):
+            get(url, "/models")
+
+
+@pytest.mark.parametrize("refusal", [401, 403])
+def test_commands_send_their_key_and_without_it_name_the_option(
+    refusal: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = '{"data": [{"id": "x", "aliases": [], "status": {"value": "loaded", "in_flight": 0}}]}'
+    with answering(listed, key="k", refusal=refusal) as url:
+        assert main(["ps", "--url", url]) == 3
+        assert capsys.readouterr().err.endswith(f"answered {refusal}; give --api-key, or set ROUTER_API_KEY\n")
+        assert main(["ps", "--url", url, "--api-key", "k"]) == 0
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main(["run", "--url", url, "--api-key", "k", "x"]) == 0
 
 
 @pytest.mark.parametrize(
