@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from transformers.integrations.mistral import tokenizer as mistral
 
 from tests import tiny
 from worker.engines.transformers.load.snapshot import load_tokenizer
@@ -36,3 +37,12 @@ def test_a_sentencepiece_model_gives_the_tokens_of_its_library(tmp_path: Path, t
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokens == sentencepiece.SentencePieceProcessor(model_proto=stored).encode(text)
     assert tokenizer.decode(tokens) == text
+
+
+def test_mistral_common_does_not_replace_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers prefers it where it is installed, and its tokenizer has neither tokens of bytes nor a template."""
+    monkeypatch.setattr(mistral, "is_mistral_common_available", lambda: True)
+    folder = tiny.make("mistral", tmp_path)
+    (folder / "tekken.json").write_text("{}")
+    tokenizer = load_tokenizer(Estimate(snapshot=str(tmp_path)))
+    assert tokenizer.decode(tokenizer.encode("the")) == "<s>the"

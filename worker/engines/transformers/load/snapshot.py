@@ -33,7 +33,7 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
     folder = Path(options.tokenizer or options.snapshot)
     try:
         tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=options.trust_remote_code, local_files_only=True
+            folder, trust_remote_code=options.trust_remote_code, local_files_only=True, mistral_format=False
         )
     except Exception as error:  # errors of the library, or of the snapshot's own code
         if cuda_errors.is_exhausted(error):
