@@ -30,7 +30,7 @@ from router.memory.checkpoint_facts import (
     longest_text,
     quantized_numbers,
 )
-from worker.protocol import pickled_weights
+from worker.protocol import pickled_weights, tekken
 from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
@@ -321,7 +321,7 @@ def _template(folder: Path) -> str:
             stated = "\n".join(str(template.get("template")) for template in stated if isinstance(template, dict))
         if stated and isinstance(stated, str):
             return stated
-    return ""
+    return tekken.chat_template(folder) if tekken.is_alone(folder) else ""
 
 
 def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -358,7 +358,8 @@ def _vocab_type(folder: Path) -> int:
         with (folder / "tokenizer.json").open("rb") as file:
             text = file.read(4 << 20)
     except OSError:
-        return 1 if (folder / "tokenizer.model").is_file() else 2 if (folder / "merges.txt").is_file() else 0
+        of_pairs = any((folder / name).is_file() for name in ("merges.txt", tekken.TEKKEN))
+        return 1 if (folder / "tokenizer.model").is_file() else 2 if of_pairs else 0
     kind = re.search(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"(?:[^{]*?"byte_fallback"\s*:\s*(true))?', text)
     if kind is None:
         return 0

@@ -1,13 +1,17 @@
 """Tokenizers that are stored in other files than tokenizer.json."""
 
+import base64
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 from transformers.integrations.mistral import tokenizer as mistral
+from transformers.models.auto import tokenization_auto
 
+from router.memory import checkpoint
 from tests import tiny
 from worker.engines.transformers.load.snapshot import load_tokenizer
 from worker.protocol.argv import Estimate
@@ -39,9 +43,85 @@ def test_a_sentencepiece_model_gives_the_tokens_of_its_library(tmp_path: Path, t
     assert tokenizer.decode(tokens) == text
 
 
+PAIRS = ("SYSTEM_PROMPT", "INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK")
+CONTROL = (
+    "<unk>", "<s>", "</s>", "<pad>", "[TOOL_CALLS]", "[TOOL_CONTENT]", "[CALL_ID]", "[ARGS]",
+    *(f"[{slash}{name}]" for slash in ("", "/") for name in PAIRS),
+)  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
+OFFERED = '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "get"}}][/AVAILABLE_TOOLS]'
+CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "get", "arguments": {"x": 1}}}
+MESSAGES = [
+    {"role": "system", "content": "be"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "abcdefgh2"}]},
+    {"role": "tool", "content": "7", "tool_call_id": "abcdefgh1"},
+    {"role": "tool", "content": "8", "tool_call_id": "abcdefgh2"},
+    {"role": "assistant", "content": "done"},
+    {"role": "user", "content": [{"type": "text", "text": "x"}]},
+]
+BY_LIST = (
+    '[TOOL_CALLS][{"name": "get", "arguments": {"x": 1}, "id": "abcdefgh1"}, {"name": "get", "arguments": {"x": 1},'
+    ' "id": "abcdefgh2"}]</s>'
+)
+BY_NAME = "".join(f'[TOOL_CALLS]get[CALL_ID]abcdefgh{number}[ARGS]{{"x": 1}}' for number in (1, 2)) + "</s>"
+RESULTS = "".join(f"[TOOL_RESULTS]abcdefgh{id}[TOOL_CONTENT]{text}[/TOOL_RESULTS]" for id, text in ((1, 7), (2, 8)))
+CHATS = {
+    "v7": f"[INST]hi[/INST]{BY_LIST}{RESULTS}done</s>{OFFERED}[INST]x[/INST]",
+    "v11": f"[INST]hi[/INST]{BY_NAME}{RESULTS}done</s>{OFFERED}[INST]x[/INST]",
+    "v13": f'{OFFERED}[INST]hi[/INST][TOOL_CALLS]get[ARGS]{{"x": 1}}[TOOL_CALLS]get[ARGS]{{"x": 1}}</s>'
+    "[TOOL_RESULTS]7[/TOOL_RESULTS][TOOL_RESULTS]8[/TOOL_RESULTS]done</s>[INST]x[/INST]",
+}
+"""What mistral-common 1.13.1 writes for MESSAGES with TOOLS, after the system message, by version of the tokenizer."""
+
+
+def write_tekken(folder: Path, version: str = "v13") -> None:
+    """Store tekken.json, with all bytes and a few words, instead of tokenizer.json and the chat template."""
+    for path in (*folder.glob("tokenizer*"), folder / "chat_template.jinja"):
+        path.unlink()
+    words = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the"]
+    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(word).decode()} for rank, word in enumerate(words)]
+    config = {
+        "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+",
+        "version": version,
+        "default_vocab_size": len(words) + len(CONTROL),
+        "default_num_special_tokens": len(CONTROL),
+    }
+    special = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(CONTROL)]
+    stored = {"config": config, "vocab": vocabulary, "special_tokens": special}
+    (folder / "tekken.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("version", CHATS)
+def test_tekken_json_alone_gives_the_tokens_and_chats_of_mistrals_library(tmp_path: Path, version: str) -> None:
+    write_tekken(tiny.make("mistral", tmp_path), version)
+    tokenizer: Any = load_tokenizer(Estimate(snapshot=str(tmp_path)))
+    first = len(CONTROL)
+    assert tokenizer.encode("the the!") == [1, first + 257, first + 258, first + ord("!")]
+    chat = tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    assert chat == f"<s>[SYSTEM_PROMPT]be[/SYSTEM_PROMPT]{CHATS[version]}"
+    facts = checkpoint.read(tmp_path)
+    assert (facts.capabilities, facts.vocab_type) == (("chat", "completion", "tools"), 2)
+
+
+@pytest.mark.parametrize("version", ["v3", "new"])
+def test_tekken_json_of_a_version_without_a_known_chat_has_no_template(tmp_path: Path, version: str) -> None:
+    write_tekken(tiny.make("mistral", tmp_path), version)
+    assert not load_tokenizer(Estimate(snapshot=str(tmp_path))).chat_template
+    assert checkpoint.read(tmp_path).capabilities == ("completion",)
+
+
+def test_a_chat_template_beside_tekken_json_takes_precedence(tmp_path: Path) -> None:
+    write_tekken(tiny.make("mistral", tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    template: Any = load_tokenizer(Estimate(snapshot=str(tmp_path))).chat_template
+    assert template == "{{ messages[0]['content'] }}"
+
+
 def test_mistral_common_does_not_replace_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers prefers it where it is installed, and its tokenizer has neither tokens of bytes nor a template."""
     monkeypatch.setattr(mistral, "is_mistral_common_available", lambda: True)
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
     folder = tiny.make("mistral", tmp_path)
     (folder / "tekken.json").write_text("{}")
     tokenizer = load_tokenizer(Estimate(snapshot=str(tmp_path)))

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import sentence_transformers_config
 from worker.errors import StartError
-from worker.protocol import model_config
+from worker.protocol import model_config, tekken
 from worker.protocol.architectures import GENERATES, VERIFIED, VISION
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
@@ -32,9 +32,13 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
     """Load the tokenizer of the snapshot, or of `options.tokenizer`. Raises StartError if there is none."""
     folder = Path(options.tokenizer or options.snapshot)
     try:
-        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=options.trust_remote_code, local_files_only=True, mistral_format=False
-        )
+        tokenizer: transformers.PreTrainedTokenizerBase
+        if tekken.is_alone(folder):
+            tokenizer = _from_tekken(folder)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=options.trust_remote_code, local_files_only=True, mistral_format=False
+            )
     except Exception as error:  # errors of the library, or of the snapshot's own code
         if cuda_errors.is_exhausted(error):
             raise
@@ -47,6 +51,20 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
         raise StartError(f"{folder} has no tokenizer that can be loaded: {why}") from error
     if not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(Path(options.snapshot))
+    return tokenizer
+
+
+def _from_tekken(folder: Path) -> transformers.PreTrainedTokenizerBase:
+    """Load Mistral's tekken.json. Texts begin with `<s>`, as with tokenizer.json and with mistral-common."""
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer  # late: few models need it
+
+    has_template = (folder / "chat_template.jinja").is_file()  # which takes precedence over the one that is given
+    template = None if has_template else tekken.chat_template(folder)
+    tokenizer = convert_tekken_tokenizer(str(folder / tekken.TEKKEN), template)
+    first = str(tokenizer.bos_token)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", pair=f"{first} $A $B", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
     return tokenizer
 
 
