@@ -21,7 +21,7 @@ from router.config.api_keys import ApiKey
 from router.config.presets import Preset, repository
 from router.config.resolve import REGISTERED
 from router.config.settings import Settings
-from router.errors import ApiError, BadRequest, DoesNotFit, ModelNotFound, PresetInvalid
+from router.errors import ApiError, BadRequest, DoesNotFit, Draining, ModelNotFound, PresetInvalid
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker
 from router.memory import checkpoint_facts
@@ -269,30 +269,42 @@ def _begin(registry: Registry, id: str, count: _WorkerCount) -> None:
 
 
 async def _wait_for_workers(registry: Registry, id: str, count: _WorkerCount) -> None:
-    """Wait until the least number of workers is ready. Raises DoesNotFit if memory is too small, or a load's error."""
+    """Wait until the least number of workers is ready.
+
+    Raises DoesNotFit if memory is too small, Draining if the model is unloaded meanwhile, or a load's error.
+    """
     model = registry.shared_workers.find(id).model
     model.no_replica_before = 0.0
     if not count.least:
         return
-    mark = registry.events.last_id
     await registry.shared_workers.load(id)
-    if _ready(model) >= count.least:
+    mark = registry.events.last_id
+    if _are_ready(registry, id, model, count.least):
         return
     async for event in registry.events.follow(mark):
-        if event.kind not in ("state", "plan", "config"):
-            continue
-        listed = registry.shared_workers.listed.get(id)
-        if _ready(model) >= count.least or listed is None or listed.model is not model:
+        if event.kind in ("state", "plan", "config") and _are_ready(registry, id, model, count.least):
             return
-        # The fleet sets `no_replica_before` when it has tried to start an extra worker and found no room.
-        if (
-            all(worker.state is State.READY for worker in model.all_open)
-            and registry.fleet.now() < model.no_replica_before
-        ):
-            raise DoesNotFit(
-                f"{id} runs {_ready(model)} of {count.least} workers; there is no memory for more. They start when"
-                " memory becomes free"
-            )
+
+
+def _are_ready(registry: Registry, id: str, model: Model, least: int) -> bool:
+    """Return whether `least` workers are ready, or another call or a reload has changed the model or its least number.
+    Else start one more, unless one is starting. Raises DoesNotFit, Draining."""
+    listed = registry.shared_workers.listed.get(id)
+    is_changed = listed is None or listed.model is not model or model.preset.replicas[0] < least
+    if is_changed or _ready(model) >= least:
+        return True
+    if not model.all_open:
+        raise Draining(f"{id} was unloaded while its workers were starting; try again", retry_after=1)
+    if any(worker.state is not State.READY for worker in model.all_open):
+        return False
+    # The fleet sets `no_replica_before` when it has tried to start an extra worker and found no room.
+    if registry.fleet.now() < model.no_replica_before:
+        raise DoesNotFit(
+            f"{id} runs {_ready(model)} of {least} workers; there is no memory for more. They start when"
+            " memory becomes free"
+        )
+    registry.fleet.ensure_loaded(model.preset.id)  # is a use of the model: without one, no extra worker starts
+    return False
 
 
 def _ready(model: Model) -> int:

@@ -142,6 +142,23 @@ async def test_workers_are_scaled_up_within_memory_and_down(tmp_path: Path) -> N
         assert error(await up.client.put("/lmi/models/none"))[0] == 404
 
 
+async def test_a_call_for_workers_of_an_idle_model_starts_all_of_them_and_ends_if_it_is_unloaded(
+    tmp_path: Path,
+) -> None:
+    local = tmp_path / "models" / "local"
+    async with world(tmp_path, text=f"[local]\nmodel = {local}\nreplica-idle-seconds = 0\n") as up:
+        assert (await up.client.post("/models/load", params={"wait": "1"}, json={"model": "local"})).status_code == 200
+        assert (await up.client.put("/lmi/models/local", params={"min_worker": 3})).status_code == 200
+        assert (await up.status("local"))["replicas"]["ready"] == 3
+        await up.client.put("/lmi/models/local", params={"min_worker": 1})
+        await up.becomes("local", "loaded", replicas=None)
+        fake_snapshot(local, hold_load=str(tmp_path / "never"))
+        scaling = asyncio.create_task(up.client.put("/lmi/models/local", params={"min_worker": 2}))
+        await up.becomes("local", "loaded", replicas=lambda found: found and found["open"] == 2)
+        await up.client.post("/models/unload", json={"model": "local"})
+        assert error(await scaling) == (503, "local was unloaded while its workers were starting; try again")
+
+
 async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path: Path) -> None:
     async with world(tmp_path, "--offline", text="[big]\nmodel = models/local\nrequired-memory = 100\n") as up:
 
