@@ -137,8 +137,9 @@ async def register(call: ApiCall) -> ApiResult:
         if field in query:
             lines.append(f"{key} = {number(query, field, low, MAX_NUMBER, 0)}")
     waits = flag(query, "synchronous") is not False
+    section = "\n".join(lines) + "\n"
     try:
-        await registry.add(name, section="\n".join(lines) + "\n")
+        await registry.add(name, section=section)
     except PresetInvalid as invalid:
         # A problem in the section is the caller's fault; one in a file is not.
         if any(row["file"] == REGISTERED for row in invalid.extra["errors"]):
@@ -148,7 +149,7 @@ async def register(call: ApiCall) -> ApiResult:
         try:
             await _wait_for_workers(registry, name, count)
         except ApiError:
-            if name in registry.overrides.sections:
+            if registry.overrides.sections.get(name) is section:  # else another call has replaced it
                 registry.remove(name, "requested")
             raise
         return _managed(call, f'Model "{name}" registered.')
