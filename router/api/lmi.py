@@ -189,7 +189,7 @@ def _managed(call: ApiCall, message: str, *, status: int = 200) -> JsonReply:
 async def unregister(call: ApiCall) -> ApiResult:
     """DELETE /lmi/models/{id}: remove a registered model; running requests finish. Raises ModelNotFound, BadRequest."""
     registry = call.registry
-    id = registry.model(call.key, name_in_path(registry, call.key, call.path["id"])).id
+    id = registry.whole_model(call.key, name_in_path(registry, call.key, call.path["id"])).id
     if id not in registry.overrides.sections:
         raise BadRequest(f"model '{id}' was not registered by a call; remove it from its file or folder", param="id")
     registry.remove(id, "requested")

@@ -177,7 +177,7 @@ class HubModels:
         caller is cancelled. Raises ModelNotFound, BadRequest for a model of another source, InUse if a preset needs the
         files.
         """
-        listed = self.registry.model(key, name)
+        listed = self.registry.whole_model(key, name)
         if listed.preset.source != "cache":
             where = "a preset" if listed.preset.source == "preset" else "--models-dir"
             raise BadRequest(

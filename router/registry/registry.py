@@ -97,6 +97,13 @@ class Registry:
         """Raises ModelNotFound."""
         return self.shared_workers.find(self.names.find(name, self._allowed(key)))
 
+    def whole_model(self, key: ApiKey, name: str) -> ListedModel:
+        """As `model`, for calls that remove it. Raises BadRequest for the name of an adapter."""
+        listed = self.model(key, name)
+        if adapter := self.names.adapter(name):
+            raise BadRequest(f"'{name}' is the adapter {adapter} of '{listed.id}'; name the model", param="model")
+        return listed
+
     def _allowed(self, key: ApiKey) -> Callable[[str], bool]:
         return lambda id: id in self.shared_workers.listed and Access.may_use(key, id)
 

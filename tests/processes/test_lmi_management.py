@@ -71,6 +71,9 @@ async def described(up: Router, name: str) -> dict[str, Any]:
 async def test_a_model_is_registered_described_listed_and_unregistered(up: Router) -> None:
     client = up.client
     url = str(fake_snapshot(up.models / "further" / "one"))
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (Path(url) / "adapters" / "x").mkdir(parents=True, exist_ok=True)
+        (Path(url) / "adapters" / "x" / file).touch()
     query = {"url": f"file://{url}", "model_name": "org/mine", "job_queue_size": "7", "max_idle_time": "9",
              "device": "cpu", "batch_size": "4", "engine": "Python"}  # fmt: skip
     response = await client.post("/lmi/models", params=query)
@@ -98,6 +101,8 @@ async def test_a_model_is_registered_described_listed_and_unregistered(up: Route
     rows = (await client.get("/router/config", params={"model": "org/mine"})).json()["settings"]
     assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:4"}
     pid = (await up.workers())["org/mine"]
+    code, message = error(await client.delete("/lmi/models/org/mine@x"))
+    assert (code, "is the adapter x of 'org/mine'" in message) == (400, True)
     response = await client.delete("/lmi/models/org/mine")
     assert response.json() == {"status": 'Model or workflow "org/mine" unregistered'}
     await up.says(r"org/mine#\d+ stopping→stopped")

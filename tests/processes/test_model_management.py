@@ -217,6 +217,24 @@ async def test_what_cannot_be_deleted_is_listed_again(up: Router, hub: Hub, tmp_
         assert "--no-models-cache" in response.json()["error"]["message"]
 
 
+async def test_the_name_of_an_adapter_deletes_no_model(hub: Hub, tmp_path: Path) -> None:
+    adapter = tmp_path / "cache" / "french"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    async with fetching(tmp_path, hub, text="enable-lora = on\n") as up:
+        repo = hub.repo("adapted")
+        await up.client.post("/models", json={"model": repo})
+        await up.becomes(repo, "unloaded")
+        query = {"name": "french", "src": str(adapter)}
+        assert (await up.client.post(f"/models/{repo}/adapters", params=query)).status_code == 200
+        for name in (f"{repo}@french", "french", "FRENCH:latest"):
+            response = await up.client.request("DELETE", "/api/delete", json={"model": name})
+            assert (response.status_code, repo in response.json()["error"]) == (400, True)
+        assert repo in await entries(up)
+        assert (await up.client.delete("/models", params={"model": repo})).status_code == 200
+
+
 async def test_what_is_not_of_the_cache_or_needed_by_a_preset_is_not_deleted(
     up: Router, hub: Hub, tmp_path: Path
 ) -> None:
