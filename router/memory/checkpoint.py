@@ -31,7 +31,7 @@ from router.memory.checkpoint_facts import (
     quantized_numbers,
 )
 from worker.protocol import pickled_weights, tekken
-from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION
+from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION, unstated_quantization
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
@@ -384,6 +384,8 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         query_rows=_rows(tensors, ".q_proj.weight"),
         stored_dtype=next((dtype for dtype, _, _ in loaded.values() if "float" in dtype), "float32"),
     )
+    if not facts.quantization and (fault := unstated_quantization(tensors)):
+        raise UnknownCheckpoint(fault)
     scales: dict[str, _Tensor] = {}
     if facts.quantization:
         scales = {name: tensor for name, tensor in loaded.items() if SCALE.search(name)}

@@ -5,7 +5,7 @@ transformers' `generate`, token for token, alone and in a changing batch.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # Decoders with plain attention, which run on the paged backend. All others run on the aligned backend.
 PAGED = frozenset({
@@ -67,6 +67,22 @@ SCALE = re.compile(
     r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
     r"|\.quant_state\.\w+|_(scales|scale_inv))$"
 )
+
+# Tensors that only quantized weights have: packed numbers and their scales.
+_QUANTIZED = re.compile(r"\.(qweight|weight_packed|weight_scale|weight_scale_inv)$")
+
+
+def unstated_quantization(names: Iterable[str]) -> str:
+    """Return the message for a checkpoint without `quantization_config`; empty if no tensor of `names` is quantized.
+
+    Such weights would be taken for numbers, without their scales.
+    """
+    name = next(filter(_QUANTIZED.search, names), "")
+    return name and (
+        f"the weights are quantized ({name}), but config.json has no quantization_config; take a revision that has one,"
+        " or write that of quantize_config.json, with its quant_method, into config-override"
+    )
+
 
 # Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to
 # install it. transformers supports more, whose memory use is not measured here.

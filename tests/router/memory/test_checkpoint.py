@@ -152,6 +152,14 @@ def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> Non
     assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
 
 
+def test_quantized_weights_without_a_method_are_refused(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, tensors={**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])})
+    with pytest.raises(UnknownCheckpoint, match=r"mlp\.qweight\), but config.json has no quantization_config; take"):
+        read(folder)
+    override = '{"quantization_config": {"quant_method": "gptq", "bits": 4}}'
+    assert read(folder, override=override).quantization == "gptq"
+
+
 def test_quantized_weights_have_stored_bytes_and_dequantized_parameters(tmp_path: Path) -> None:
     tensors = {**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])}
     facts = read(snapshot(tmp_path, tensors=tensors, quantization_config={"quant_method": "gptq", "bits": 4}))

@@ -441,6 +441,14 @@ def _without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def _scaled(folder: Path) -> None:
+    """As in repositories that state their method in hf_quant_config.json only."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(folder / WEIGHTS)
+    stored = {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(2.0)}
+    save_file({**tensors, **stored}, folder / WEIGHTS, metadata={"format": "pt"})
+
+
 _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
 
 
@@ -466,6 +474,7 @@ _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
         ),
         (changed(pad_token_id=99999), ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
         (_quantized, ["gptq", "pip install"]),
+        (_scaled, ["(model.layers.0.mlp.up_proj.weight_scale)", "config.json has no quantization_config"]),
     ],
 )
 def test_the_error_for_an_unusable_snapshot_names_the_reason(folder: Path, damage: Damage, words: list[str]) -> None:

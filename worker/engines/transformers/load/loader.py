@@ -29,6 +29,7 @@ from worker.engines.transformers.load.layer_split import LayerSplit
 from worker.engines.transformers.load.snapshot import has_pooler, is_embedder, keeps_float32, model_class
 from worker.engines.transformers.load.tensor_parallel_plan import RankShare
 from worker.errors import StartError
+from worker.protocol.architectures import unstated_quantization
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit, Progress
 
@@ -396,6 +397,8 @@ def _owned(
 def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
     """Build the model of `config` around `tensors` by their names in the files. Views stay views unless they must be
     converted. Raises StartError for tensors that do not fit or are missing."""
+    if fault := unstated_quantization(tensors):
+        raise StartError(fault)
     extra = {"add_pooling_layer": False} if embeds and has_pooler(cls) else {}
     try:
         model, info = cls.from_pretrained(
