@@ -18,12 +18,15 @@ from router.config.presets import HUB, Preset
 from router.config.resolve import LoadedPresets
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import (
+    Checkpoint,
     ContextTooLarge,
     UnknownArchitecture,
     UnknownCheckpoint,
+    WrongQuantization,
     effective_ctx,
     quantization,
 )
+from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.architectures import LIBRARIES
@@ -38,7 +41,7 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     They are grammars that cannot be compiled; unknown members of `config-override` and RoPE keys that config.json does
     not allow; a draft model with other tokens; of a folder damaged or missing files (also of the tokenizer) and a
     `ctx-size` above the model's maximum; of a snapshot in the hub cache, which a download completes, only pickled
-    weights that cannot be converted.
+    weights that cannot be converted; a quantization that is not supported, or another one than the preset states.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -64,6 +67,8 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
             yield _problem(preset, "ctx-size", error.message.removeprefix(f"{preset.id}: "))
         except UnknownCheckpoint as error:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
+        if not preset.config_override:  # which may state another method
+            yield from _quantization_fault(preset, folder)
         if (preset.config_override or preset.rope) and (stored := checkpoint.json_object(Path(folder) / "config.json")):
             yield from _unknown_members(preset, stored)
             yield from _rope_faults(preset, stored)
@@ -127,6 +132,16 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
         return " ".join(LLMatcher.validate_grammar(source).split())
     except ValueError as error:
         return " ".join(str(error).split())
+
+
+def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:
+    """Yield a problem if the method of the checkpoint is not supported, or is another one than the preset states."""
+    method, bits, group = quantization(checkpoint.json_object(Path(folder) / "config.json"))
+    try:
+        check_quantization(Checkpoint(quantization=method, bits=bits, group=group), preset, on_host=False)
+    except WrongQuantization as error:
+        key = "quantization" if "quantization" in preset.origins else "model" if preset.path else "hf-repo"
+        yield _problem(preset, key, error.message.removeprefix(f"{preset.id}: "))
 
 
 def _rope_faults(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:

@@ -230,6 +230,20 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
     assert long.startswith(f"{path}:16: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
 
 
+def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    foreign = write(tmp_path / "foreign", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    plain = write(tmp_path / "plain")
+    text = f"[a]\nmodel = {foreign}\n[b]\nmodel = {plain}\nquantization = awq\n[c]\nmodel = {plain}\n"
+    path = preset(tmp_path, f"{text}quantization = bnb-4bit\n")
+    code, out, _ = run(capsys, "check", path)
+    first, second = (line for line in out.splitlines() if line.startswith(path))
+    assert code == 1
+    assert first.startswith(
+        f"{path}:2: [a] the checkpoint is quantized with modelopt, which this version cannot load; take"
+    )
+    assert second == (f"{path}:5: [b] quantization = awq, but the checkpoint is not quantized; leave the key out")
+
+
 def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kinds = {
         "pairs": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]},
