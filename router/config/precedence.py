@@ -91,14 +91,13 @@ class ProblemCollector:
     """Problems and warnings of one resolution. Collecting them shows the user all problems at once."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self.warnings: list[Problem] = []
+        # Dicts as ordered sets: a setting for all models is read once per model.
+        self.problems: dict[Problem, None] = {}
+        self.warnings: dict[Problem, None] = {}
         self.faulty: set[tuple[str, str]] = set()  # (section, key) of invalid values, which cause no further problems
 
     def fail(self, place: Problem, message: str, suggestion: str = "") -> None:
-        problem = replace(place, message=message, suggestion=suggestion)
-        if problem not in self.problems:  # a setting for all models is read once per model
-            self.problems.append(problem)
+        self.problems[replace(place, message=message, suggestion=suggestion)] = None
 
     def fault(self, place: Problem, key: str, message: str) -> None:
         """Record that the value of `key` is invalid."""
@@ -107,18 +106,16 @@ class ProblemCollector:
 
     def demote(self, file: str, since: int) -> bool:
         """Make the problems after the first `since` ones warnings if all of them are in `file`; else return False."""
-        further = self.problems[since:]
+        further = tuple(self.problems)[since:]
         if not further or any(problem.file != file for problem in further):
             return False
-        del self.problems[since:]
         for problem in further:
+            del self.problems[problem]
             self.warn(problem, f"is not listed: {problem.message}", problem.suggestion)
         return True
 
     def warn(self, place: Problem, message: str, suggestion: str = "") -> None:
-        warning = replace(place, message=message, suggestion=suggestion)
-        if warning not in self.warnings:
-            self.warnings.append(warning)
+        self.warnings[replace(place, message=message, suggestion=suggestion)] = None
 
 
 class SettingReader:
@@ -162,7 +159,7 @@ class SettingReader:
             return {}
         self._lmi_folders[path] = str(PurePosixPath(path).parent)
         section, problems = serving_properties.parse(text, file=path, name=name)
-        self.collector.problems += problems
+        self.collector.problems |= dict.fromkeys(problems)
         given = {spelling.option.name for entry in section.entries if (spelling := preset_keys.find(entry.key))}
         if "entry-point" not in given and self.disk.kind(f"{self._lmi_folders[path]}/model.py") == "file":
             message = "model.py beside it is a handler, which is not run; remove it, or set option.entryPoint ="

@@ -112,7 +112,7 @@ class _Resolution:
         found: Sequence[FoundModel],
         flags: Mapping[str, str],
     ) -> LoadedPresets:
-        self._collector.problems += document.problems
+        self._collector.problems |= dict.fromkeys(document.problems)
         self._sections = [section.name for section in document.sections]
         named = (*chosen, *(section.name for section in added))
         variables, own_variables = _own_apart(self._reader.environment(named=len(named)))

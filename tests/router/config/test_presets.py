@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from router.config import preset_keys
 from router.config.effective import args, effective
+from router.config.ini import Problem
 from router.config.model_source import FoundModel
+from router.config.precedence import ProblemCollector
 from router.config.presets import ALL_DEVICES, GGUF, KEYS, same_load
 from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
@@ -222,6 +224,24 @@ def test_types_of_keys_and_of_values_agree_wherever_both_are_written() -> None:
 def test_all_faults_of_all_sections_are_reported() -> None:
     text = "x = 1\n[a]\nmodel = demo:q\nctxx = 1\n[b]\n[c]\nparallel = no\n[a]\n"
     assert [line.split(":")[1] for line in complaints(text)] == ["1", "8", "4", "3", "5", "7", "6", "8"]
+
+
+def test_the_time_per_fault_does_not_grow_with_their_number() -> None:
+    compared = []
+
+    class Compared(Problem):
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return super().__eq__(other)
+
+        __hash__ = Problem.__hash__
+
+    collector, place = ProblemCollector(), Compared("models.ini", 1, "a", "", "")
+    for number in range(2000):
+        collector.fail(place, f"fault {number}")
+        collector.warn(place, f"warning {number}")
+    assert len(collector.problems) == len(collector.warnings) == 2000
+    assert len(compared) < 2000  # equal hashes only; a comparison with each other would be 4 million
 
 
 # Sources
