@@ -37,6 +37,7 @@ MOST_COMPARED = 20  # names that an unknown one is compared with
 # Characters of an unknown name; similar names to a longer one are not searched for. With 1,000 models the search takes
 # up to 10 ms of the event loop, with 192 characters 60 ms.
 COMPARED_LENGTH = 80
+MOST_RECORDED = 20  # faults of a failed reload in its log line and in the status; the response to a call has all
 LATEST = ":latest"  # Ollama's tag of names without one; its clients append it, also on paths of OpenAI's API
 
 
@@ -244,8 +245,11 @@ class Registry:
 
     def _reload_failed(self, what: str, lines: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> PresetInvalid:
         """Record a failed reload, emit an event, and return the error for the caller to raise."""
-        self.reloaded_at, self.reload_errors = time.time(), tuple(lines)
-        self.events.append("config_refused", "*", errors=list(lines))
+        first = list(lines[:MOST_RECORDED])
+        if len(lines) > MOST_RECORDED:  # a file of something else has a fault in each line
+            first.append(f"and {len(lines) - MOST_RECORDED} more")
+        self.reloaded_at, self.reload_errors = time.time(), tuple(first)
+        self.events.append("config_refused", "*", errors=first)
         return PresetInvalid(f"the {what} cannot be used; the old ones still apply: {lines[0]}", extra={"errors": rows})
 
 

@@ -216,6 +216,17 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
         assert not any("Traceback" in line for line in up.log)
 
 
+async def test_the_log_line_about_a_file_of_something_else_is_short(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        file.write_text("this is no preset\n" * 300)
+        response = await up.client.post("/router/reload")
+        assert len(response.json()["error"]["errors"]) == 300
+        line = await up.says("not reloaded")
+        assert line.count("neither [section] nor key = value") == 20
+        assert line.endswith("; and 280 more")
+
+
 async def test_a_file_that_is_emptied_before_it_is_written_unloads_no_model(tmp_path: Path) -> None:
     """Some editors write a file so. The hangup comes in between."""
     file = presets(tmp_path, {"a": {}})
