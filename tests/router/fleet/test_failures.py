@@ -481,6 +481,14 @@ def test_models_that_failed_together_retry_at_different_times() -> None:
     assert pauses(1, allowed=0, jitter=0.8) < pauses(1, allowed=0, jitter=1.2)
 
 
+def test_good_service_resets_the_crash_count() -> None:
+    crashes = Crashes()
+    for _ in range(9):
+        crashes.pause(0.0, allowed=1, served=False, jitter=1.0)
+    crashes.forget()
+    assert crashes.pause(1.0, allowed=1, served=False, jitter=1.0) == 1.0
+
+
 @pytest.mark.parametrize(("later", "pause"), [(WINDOW - 1, 2.0), (WINDOW + 1, 1.0)])
 def test_crashes_count_for_ten_minutes(later: float, pause: float) -> None:
     crashes = Crashes()
