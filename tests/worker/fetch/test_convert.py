@@ -305,6 +305,3 @@ def test_a_missing_part_of_pickled_weights_is_damage(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"pytorch_model-00002-of-00002\.bin is missing") as refused:
         convert(snapshot, tmp_path / "converted")
     assert refused.value.exit == Exit.DAMAGED
-
-
-# The tokenizer
