@@ -44,10 +44,13 @@ def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), 
 
 def _sweep(folder: Path) -> None:
     """Delete blobs that no snapshot links to."""
+    blobs = list((folder / "blobs").glob("*"))  # without links, there is no such folder
+    # Read after the blobs: a download may complete one meanwhile, and links it then.
     linked = {os.path.basename(os.readlink(path)) for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
-    for blob in (folder / "blobs").glob("*"):  # without links, there is no such folder
-        if blob.name not in linked and not _is_being_written(blob):
-            blob.unlink()
+    for blob in blobs:
+        with contextlib.suppress(FileNotFoundError):  # a download has completed or removed it meanwhile
+            if blob.name not in linked and not _is_being_written(blob):
+                blob.unlink()
 
 
 def _is_being_written(blob: Path) -> bool:

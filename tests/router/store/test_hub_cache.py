@@ -78,6 +78,15 @@ def test_files_of_a_running_download_are_kept(tmp_path: Path, alone: bool) -> No
     assert blobs == {"config", "weights", "theirs.incomplete"}
 
 
+def test_a_partial_file_that_is_completed_meanwhile_does_not_end_the_deletion(tmp_path: Path) -> None:
+    cached(tmp_path, OLD, "main", model="old")
+    folder = cached(tmp_path, NEW, "v2", model="new")
+    renamed = folder / "blobs" / "renamed.incomplete"
+    renamed.symlink_to("nothing")  # listed, and cannot be opened
+    remove(str(tmp_path), "org/name", "main")
+    assert left(folder) == ({NEW}, {"config", "new", "renamed.incomplete"})
+
+
 def test_a_cache_without_links_has_no_folder_of_contents(tmp_path: Path) -> None:
     for commit in (OLD, NEW):
         (tmp_path / "models--org--name" / "snapshots" / commit).mkdir(parents=True)
