@@ -31,6 +31,8 @@ def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), 
         raise ValueError(f"{revision!r} is no name of a revision")
     commit = reference.read_text().strip() if reference.is_file() else revision
     reference.unlink(missing_ok=True)
+    # A download of another process is like another model: it needs its incomplete snapshot.
+    alone = alone and not any(map(_is_being_written, (folder / "blobs").glob("*")))
     named = {path.read_text().strip() for path in (folder / "refs").rglob("*") if path.is_file()} | set(keep)
     if alone and not named:
         shutil.rmtree(folder)
@@ -48,17 +50,19 @@ def _sweep(folder: Path) -> None:
     # Read after the blobs: a download may complete one meanwhile, and links it then.
     linked = {os.path.basename(os.readlink(path)) for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
     for blob in blobs:
-        with contextlib.suppress(FileNotFoundError):  # a download has completed or removed it meanwhile
-            if blob.name not in linked and not _is_being_written(blob):
-                blob.unlink()
+        if blob.name not in linked and not _is_being_written(blob):
+            blob.unlink(missing_ok=True)
 
 
 def _is_being_written(blob: Path) -> bool:
-    """Return whether a download holds the lock of the blob."""
+    """Return whether a download holds the lock of the blob, or has completed it meanwhile."""
     if blob.suffix != ".incomplete":
         return False
     with contextlib.ExitStack() as stack:
-        descriptor = os.open(blob, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(blob, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
         stack.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -72,10 +72,20 @@ def test_files_of_a_running_download_are_kept(tmp_path: Path, alone: bool) -> No
     mine.touch()
     with theirs.open("w") as writing:
         fcntl.flock(writing, fcntl.LOCK_EX)
-        remove(str(tmp_path), "org/name", "gone", alone=alone)
-    snapshots, blobs = left(folder)
-    assert snapshots == ({OLD} if alone else {OLD, NEW})  # alone: no other model is listed
-    assert blobs == {"config", "weights", "theirs.incomplete"}
+        remove(str(tmp_path), "org/name", "main", alone=alone)
+        assert left(folder) == ({NEW}, {"config", "theirs.incomplete"})
+    remove(str(tmp_path), "org/name", "gone")
+    assert not folder.exists()
+
+
+def test_an_incomplete_snapshot_without_a_download_is_deleted_with_the_last_model(tmp_path: Path) -> None:
+    folder = cached(tmp_path, OLD, "main")
+    cached(tmp_path, NEW)
+    (folder / "snapshots" / NEW / "model.safetensors").unlink()
+    remove(str(tmp_path), "org/name", "gone", alone=False)
+    assert left(folder)[0] == {OLD, NEW}
+    remove(str(tmp_path), "org/name", "gone")
+    assert left(folder)[0] == {OLD}
 
 
 def test_a_partial_file_that_is_completed_meanwhile_does_not_end_the_deletion(tmp_path: Path) -> None:
