@@ -26,7 +26,7 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, shard_names
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, WEIGHTS, shard_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ NONE_ADDED = AddedModels()
 # Read presets, folders and caches again, or API keys and key files. The first returns problems, the second raises them.
 LoadPresets = Callable[[AddedModels], LoadedPresets]
 ReadKeys = Callable[[], tuple[ApiKey, ...]]
-
-_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def load_catalogue(
@@ -174,21 +172,13 @@ def missing(folder: Path) -> str:
     """Return what a snapshot lacks, as text for a message; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
-    if _is_file(folder / INDEX):
-        return _missing_shard(folder, INDEX)
-    try:
-        files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    except OSError as error:
-        return error.strerror or "access"
-    for name in files:
-        if not _is_file(folder / name):
-            return name
-        shard = _SHARD.fullmatch(name)
-        if shard and sum(other.endswith(f"-of-{shard[2]}.safetensors") for other in files) < int(shard[2]):
-            return f"a part beside {name}"
-    if not files and _is_file(folder / PICKLED_INDEX):
-        return _missing_shard(folder, PICKLED_INDEX)
-    return "" if files or _is_file(folder / PICKLED) else "safetensors files"
+    for index, single in ((INDEX, WEIGHTS), (PICKLED_INDEX, PICKLED)):
+        if _is_file(folder / index):
+            return _missing_shard(folder, index)
+        if _is_file(folder / single):
+            return ""
+    # Weights of other names are not loaded, such as consolidated.safetensors and adapter_model.safetensors.
+    return WEIGHTS
 
 
 def _missing_shard(folder: Path, index: str) -> str:

@@ -58,11 +58,19 @@ def lines(loaded: LoadedPresets) -> tuple[list[str], list[str]]:
     ("files", "lacks"),
     [
         (["model.safetensors"], ""),
-        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], ""),
-        (["model-00001-of-00002.safetensors"], "a part beside model-00001-of-00002.safetensors"),
         (["pytorch_model.bin"], ""),
-        (["model.pt"], "safetensors files"),
-        (["model.gguf"], "safetensors files"),
+        (["consolidated.safetensors", "pytorch_model.bin"], ""),
+        *(
+            (files, "model.safetensors")
+            for files in (
+                ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],  # of no index
+                ["model-00001-of-00002.safetensors"],
+                ["consolidated.safetensors"],
+                ["adapter_model.safetensors"],
+                ["model.pt"],
+                ["model.gguf"],
+            )
+        ),
     ],
 )
 def test_a_snapshot_is_complete_with_all_its_weights(tmp_path: Path, files: list[str], lacks: str) -> None:
@@ -171,7 +179,7 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert {preset.source for preset in loaded.presets.values()} == {"models_dir"}
     said = {Path(line.split(": ")[0]).name: line.split(": is not listed: ")[1] for line in warnings}
     assert said.keys() == {"half", "bad name", "llama.gguf", "ggufs", "lmi", "gone", "far"}
-    assert said["half"] == "it is not complete, a part beside model-00001-of-00002.safetensors is missing"
+    assert said["half"] == "it is not complete, model.safetensors is missing"
     assert said["bad name"].startswith("its name cannot be a model's")
     assert said["llama.gguf"].startswith("GGUF needs the llama-server engine")
     assert said["ggufs"].startswith("it has GGUF files: GGUF needs the llama-server engine")
