@@ -303,9 +303,11 @@ def _head_elements(folder: Path) -> int:
     total = 0
     for module in _modules(folder):
         path = str(module.get("path") or "")
-        file = folder / path / WEIGHTS
-        if path and is_below(path) and file.is_file():  # the worker reports any other
-            total += sum(math.prod(shape) for _, shape, _ in header(file).values())
+        if not path or not is_below(path):
+            continue  # the worker reports it
+        stored, pickled = folder / path / WEIGHTS, folder / path / PICKLED
+        tensors = header(stored) if stored.is_file() else pickled_header(pickled) if pickled.is_file() else {}
+        total += sum(math.prod(shape) for _, shape, _ in tensors.values())
     return total
 
 

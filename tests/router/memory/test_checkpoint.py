@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from router.config.presets import Preset
 from router.memory.checkpoint import meta, modalities, offered, read
@@ -306,6 +307,9 @@ def test_layers_behind_an_embedder_are_counted(tmp_path: Path) -> None:
     facts = read(folder)
     assert (before.head_elements, facts.head_elements) == (0, 8 * 65)
     assert (facts.params, facts.file_bytes) == (before.params, before.file_bytes)
+    (folder / "1_Dense" / "model.safetensors").unlink()
+    torch.save({"linear.weight": torch.zeros(8, 64)}, folder / "1_Dense" / "pytorch_model.bin")
+    assert read(folder).head_elements == 8 * 64
 
 
 def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:

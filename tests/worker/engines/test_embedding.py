@@ -13,9 +13,11 @@ import torch
 import transformers
 
 from tests import tiny
+from tests.pickled import poison
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import sentence_transformers_config
+from worker.engines.transformers.load.sentence_transformers_config import Dense, EmbedderConfig, Pooling
 from worker.engines.transformers.load_encoder import warm_up
 from worker.engines.transformers.run.pooling import PoolingHead, activation, normalized, pool
 from worker.errors import (
@@ -324,6 +326,26 @@ def test_the_longest_text_is_that_of_sentence_transformers(tmp_path: Path) -> No
     assert sentence_transformers_config.max_tokens(tmp_path) == 128
 
 
+def test_a_pickled_layer_gives_the_vectors_of_the_same_one_in_safetensors(tmp_path: Path) -> None:
+    """As in older repositories of sentence-transformers. Code in a pickle is not executed."""
+    folders = [tmp_path / name for name in ("plain", "pickled", "poisoned")]
+    for folder in folders:
+        folder.mkdir()
+    tensors = {"linear.weight": torch.randn(8, 64), "linear.bias": torch.randn(8)}
+    safetensors.torch.save_file(tensors, folders[0] / "model.safetensors")
+    torch.save(tensors, folders[1] / "pytorch_model.bin")
+    poison(folders[2], tmp_path / "trace")
+    plain, pickled, poisoned = (
+        PoolingHead(EmbedderConfig(steps=(Pooling(("cls",)), Dense(folder, 64, 8)))) for folder in folders
+    )
+    hidden, mask = torch.randn(2, 3, 64), torch.ones(2, 3, dtype=torch.bool)
+    expected, found = (torch.stack(head.load()(hidden, mask, [0, 0])) for head in (plain, pickled))
+    assert torch.equal(found, expected)
+    with pytest.raises(StartError, match="has more than tensors"):
+        poisoned.load()
+    assert not (tmp_path / "trace").exists()
+
+
 def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     head = PoolingHead(
         sentence_transformers_config.EmbedderConfig(
@@ -339,7 +361,7 @@ def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"no model\.safetensors"):
         head.load()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(StartError, match="pickled"):
+    with pytest.raises(StartError, match=r"pytorch_model\.bin is damaged, or has more than tensors"):
         head.load()
     safetensors.torch.save_file({"linear.weight": torch.zeros(8, 63)}, tmp_path / "model.safetensors")
     with pytest.raises(StartError, match=r"do not fit its config\.json"):

@@ -5,6 +5,7 @@ a batch change nothing. Models that read padding nevertheless get one text at a 
 """
 
 import inspect
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from worker.engines.transformers.load import safetensors, sentence_transformers_
 from worker.errors import StartError
 from worker.interface import EncoderInput
 from worker.protocol.architectures import READS_PADDING
+from worker.protocol.pickled_weights import PICKLED
+from worker.protocol.snapshot_files import WEIGHTS
 
 
 class Encoder(Protocol):
@@ -232,11 +235,28 @@ def _layer(
 
 def _fill(layer: nn.Module, folder: Path) -> None:
     """Load the weights in `folder` as float32. Raises StartError if they do not fit the layer."""
-    opened = map(safetensors.WeightFile, safetensors.files(folder))
-    tensors = {name: tensor.float().clone() for file in opened for name, tensor in file.tensors()}
+    tensors = {name: tensor.float().clone() for name, tensor in _stored(folder).items()}
     try:
         layer.load_state_dict(tensors)
     except RuntimeError as error:
         raise StartError(
             f"the weights in {folder} do not fit its config.json: {cuda_errors.one_line(error)}"
+        ) from error
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a layer. Pickled ones are small, so they are not converted as those of a model are. Raises
+    StartError."""
+    pickled = folder / PICKLED
+    if (folder / WEIGHTS).is_file() or not pickled.is_file():
+        return {
+            name: view for path in safetensors.files(folder) for name, view in safetensors.WeightFile(path).tensors()
+        }
+    try:
+        found: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
+        return found
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise StartError(
+            f"{pickled} is damaged, or has more than tensors: {cuda_errors.one_line(error)}; take a revision with"
+            " safetensors"
         ) from error
