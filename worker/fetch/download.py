@@ -9,7 +9,7 @@ import errno
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
@@ -34,9 +34,9 @@ from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, WEIGHT
 log = logging.getLogger(__name__)
 
 _SMALL = re.compile(
-    r"[^/]+\.(json|jinja|model|tiktoken|py)|(vocab|merges)\.txt"
+    r"[^/]+\.(json|jinja|model|spm|tiktoken|py)|(vocab|merges)\.txt|bpe\.codes"
     r"|additional_chat_templates/[^/]+\.jinja"
-    r"|\d+_[A-Za-z]+/(config\.json|model\.safetensors)"  # modules of sentence-transformers
+    r"|\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)"  # modules of sentence-transformers
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -165,15 +165,7 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
     served.
     """
     if "config.json" not in listed:
-        gguf = any(path.endswith(".gguf") for path in listed)
-        raise StartError(
-            f"{repo} has no config.json"
-            + (
-                f"; it has GGUF files: {NO_GGUF}; choose the original repository of the model, with safetensors weights"
-                if gguf
-                else ""
-            )
-        )
+        raise StartError(f"{repo} has no config.json{_other_format(listed)}")
     # The order of transformers: with an index and a single file, it loads the single one.
     main = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if name in listed), "")
     if not main:
@@ -184,8 +176,21 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
             + "; choose a repository or revision with safetensors weights"
         )
     foreign = {path for path in listed if path.endswith(".index.json") and path != main}
+    # Pickled weights of a module beside its safetensors.
+    foreign |= {path.replace(WEIGHTS, PICKLED) for path in listed if path.endswith(f"/{WEIGHTS}")}
     small = [file for path, file in sorted(listed.items()) if _SMALL.fullmatch(path) and path not in foreign]
     return small, main
+
+
+def _other_format(listed: Collection[str]) -> str:
+    """The end of the message for a repository without config.json; empty if its format is unknown."""
+    if any(path.endswith(".gguf") for path in listed):
+        return f"; it has GGUF files: {NO_GGUF}; choose the original repository of the model, with safetensors weights"
+    if ADAPTER_FILES[0] in listed:
+        return "; it is an adapter: serve the model that it was made for, with lora = NAME=org/name"
+    if "params.json" in listed:
+        return "; it has Mistral's own format; choose a repository with the weights for transformers"
+    return ""
 
 
 def _shards_listed(repo: str, index: Path, listed: Mapping[str, RemoteFile]) -> list[RemoteFile]:

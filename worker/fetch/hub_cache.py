@@ -22,14 +22,10 @@ from worker.fetch.disk_reservation import PARTIAL, reserved
 from worker.fetch.pickles import pickle_fault
 from worker.protocol.events import Exit
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, MAX_HEADER_BYTES, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, MAX_HEADER_BYTES, WEIGHTS, is_of_tokenizer, shard_names
 
 log = logging.getLogger(__name__)
 
-_TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model",
-)  # fmt: skip
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -79,9 +75,11 @@ class RepoCache:
             return None
         faults = self.faults(snapshot, adapter=adapter)
         self.remove(snapshot, faults)
+        if faults:
+            return None
         # A tool that fetches only weights brings no tokenizer. Our own downloads bring it before the weights.
-        has_tokenizer = adapter or any((snapshot / name).exists() for name in _TOKENIZERS)
-        return snapshot if not faults and has_tokenizer else None
+        has_tokenizer = adapter or any(is_of_tokenizer(path.name) for path in snapshot.iterdir())
+        return snapshot if has_tokenizer else None
 
     def faults(self, snapshot: Path, *, adapter: bool = False) -> dict[str, str]:
         """The reasons, by file, why the snapshot is not complete: missing, or size and header disagree.

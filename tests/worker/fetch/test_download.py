@@ -25,7 +25,8 @@ NEEDED = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "modules.json",
     "additional_chat_templates/rag.jinja", "sentence_bert_config.json", "config_sentence_transformers.json",
-    "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modeling_mine.py", "qwen.tiktoken",
+    "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense_1024/config.json",
+    "3_Dense/pytorch_model.bin", "modeling_mine.py", "qwen.tiktoken", "tekken.json", "source.spm", "bpe.codes",
 }  # fmt: skip
 UNNEEDED = {
     "pytorch_model.bin", "pytorch_model.bin.index.json", "model.fp16.safetensors", "consolidated.safetensors",
@@ -87,6 +88,11 @@ def test_pickled_weights_are_fetched_only_if_there_are_no_others() -> None:
             "o/n has no config.json; it has GGUF files: GGUF needs the llama-server engine, which this version does not"
             " offer; choose the original repository of the model, with",
         ),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "o/n has no config.json; it is an adapter: serve the model",
+        ),
+        (["params.json", "consolidated.safetensors"], "o/n has no config.json; it has Mistral's own format; choose"),
         (["config.json", "model.pt"], "o/n has no model.safetensors and no pytorch_model.bin, only model.pt"),
         (["config.json"], "o/n has no model.safetensors; choose"),
     ],
