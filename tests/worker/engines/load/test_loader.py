@@ -441,6 +441,13 @@ def _without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def _tokenizer_code(folder: Path) -> None:
+    """As Kimi-K2 and the first Qwen."""
+    (folder / "tokenizer.json").unlink()
+    auto_map = {"AutoTokenizer": ["tokenization_mine.MineTokenizer", None]}
+    edit(folder / "tokenizer_config.json", tokenizer_class="MineTokenizer", auto_map=auto_map)
+
+
 def _scaled(folder: Path) -> None:
     """As in repositories that state their method in hf_quant_config.json only."""
     name = "model.layers.0.mlp.up_proj.weight"
@@ -459,6 +466,7 @@ _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
         (without(WEIGHTS), [WEIGHTS]),
         (_pickled, ["pickled", "safetensors"]),
         (without("tokenizer.json", "tokenizer_config.json"), ["tokenizer"]),
+        (_tokenizer_code, ["tokenizer", "code in the snapshot", "trust-remote-code = on"]),
         (changed(model_type="brandnew", architectures=["BrandnewForCausalLM"]), ["brandnew"]),
         (
             changed(model_type="brandnew", auto_map={"AutoConfig": "code.BrandnewConfig"}),

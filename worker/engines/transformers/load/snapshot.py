@@ -43,6 +43,8 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
         if cuda_errors.is_exhausted(error):
             raise
         why = f"{type(error).__name__}: {cuda_errors.one_line(error)}"
+        if not options.trust_remote_code and "trust_remote_code" in str(error):
+            why = "it is code in the snapshot; to run that code, set trust-remote-code = on"
         if not any(is_of_tokenizer(file.name) for file in folder.glob("*")):
             why = (
                 "none of its files, such as tokenizer.json or tokenizer.model, is there; fetch the snapshot again, or"
