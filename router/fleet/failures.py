@@ -174,6 +174,8 @@ def error_of_retirement(worker: Worker) -> ApiError | NextWorker:
     """Return the error of leases that wait for a worker which was retired before it was ready."""
     if worker.reason == "config_changed":
         return NextWorker()  # a worker with the new settings
+    if worker.reason == "shutdown":
+        return Draining("the router is shutting down", retry_after=5)
     return Draining(f"{worker.preset.id} was unloaded while it was loading; try again", retry_after=1)
 
 

@@ -377,7 +377,9 @@ async def _drain(worker: Worker, fleet: Fleet) -> None:
         worker.leases_changed.clear()
         left = None if worker.retirement.deadline is None else worker.retirement.deadline - fleet.now()
         if left is not None and left <= 0:
-            worker.abort_leases(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
+            stops = worker.reason == "shutdown"
+            cause = "the router is shutting down" if stops else f"{worker.preset.id} is being unloaded"
+            worker.abort_leases(Draining(f"{cause}; the answer was cut", retry_after=5 if stops else 1))
             await _wait_for_leases(worker)
             return
         with contextlib.suppress(TimeoutError):

@@ -414,6 +414,18 @@ async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     assert world.launcher.running == {}
 
 
+async def test_requests_that_end_with_the_router_are_told_so() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    with world.fleet.lease("a") as running:
+        await running.ready()
+        loading = asyncio.create_task(world.ask("b"))
+        await asyncio.sleep(0.5)
+        closing = asyncio.create_task(world.fleet.close())
+        assert str((await gather(loading))[0]) == "the router is shutting down"
+        await closing
+        assert str(running.aborted) == "the router is shutting down; the answer was cut"
+
+
 async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
     """`b` waits for `a`, which has just become idle inside its minimum residency."""
     waited = {}
