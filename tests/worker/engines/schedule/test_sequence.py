@@ -9,6 +9,7 @@ from worker.engines.transformers.schedule.sequence import (
     PenaltyCounts,
     RepeatedNgrams,
     Sequence,
+    TokenRules,
 )
 from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import GenerationRequest, SamplingParams
@@ -17,6 +18,19 @@ from worker.interface import GenerationRequest, SamplingParams
 def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence:
     request = GenerationRequest(id="r", prompt=tuple(range(10, 10 + prompt)), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
     return Sequence.of(request, id=1, limit=limit, ends={99}, seed=0)
+
+
+def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
+    assert sequence(limit=1).append(99) == "stop", "also as the last one"
+    long = sequence(limit=2)
+    assert (long.append(1), long.append(2)) == (None, "length")
+
+
+def test_a_checkpoint_forbids_tokens_at_the_beginning_or_everywhere() -> None:
+    rules = TokenRules(never=frozenset({1}), never_first=frozenset({2}))
+    assert [rules.forbidden(place) for place in (0, 1, 2)] == [{1, 2}, {1}, {1}]
+    forced = TokenRules(never=frozenset({1}), never_first=frozenset({2}), first=5)
+    assert [forced.forbidden(place) for place in (0, 1, 2)] == [{1}, {1, 2}, {1}], "the first token is forced"
 
 
 def test_a_sequence_without_repeated_ngrams_drafts_nothing() -> None:
