@@ -92,8 +92,8 @@ def test_layers_with_keys_of_several_sizes_count_as_the_largest(tmp_path: Path) 
 
 def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
     mla: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    facts = read(snapshot(tmp_path, num_key_value_heads=4, **mla))
-    assert (facts.kv_heads, facts.head_dim, facts.value_dim) == (1, 32, 8)
+    facts = read(snapshot(tmp_path, num_key_value_heads=4, index_head_dim=24, **mla))
+    assert (facts.kv_heads, facts.head_dim, facts.value_dim, facts.index_dim) == (1, 32, 8, 24)
     assert facts.attention_elements == 4 * (16 + 8 + 16)
 
 

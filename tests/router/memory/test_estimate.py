@@ -610,8 +610,8 @@ def test_the_cache_takes_what_its_heads_do() -> None:
     tokens = 4 * 4096 * 36 * 2 * 8
     assert most_context(QWEN3_4B, preset(kv_cache_dtype="int8"), 4096, on_host=False) == tokens * 136
     assert most_context(QWEN3_4B, preset(kv_cache_dtype="int4"), 4096, on_host=False) == tokens * 80
-    deepseek = replace(QWEN3_4B, kv_heads=1, head_dim=512, value_dim=64, aligned=True)
-    row = 4096 * 36 * ((512 + 32) + (64 + 4))
+    deepseek = replace(QWEN3_4B, kv_heads=1, head_dim=512, value_dim=64, index_dim=128, aligned=True)
+    row = 4096 * 36 * ((512 + 32) + (64 + 4) + 2 * 128)  # index keys are never quantized
     found = most_context(deepseek, preset(kv_cache_dtype="int8", parallel=1), 4096, on_host=False)
     assert found == row + 4096 * (512 + 32), "and a row of the larger ones, on its way"
 

@@ -203,7 +203,12 @@ def test_only_a_converted_snapshot_can_be_given_up(snapshot: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("facts", "needed"),
-    [(MIXTURE, True), (Checkpoint(), False), (Checkpoint(stacked=1000, quantization="gptq"), False)],
+    [
+        (MIXTURE, True),
+        (Checkpoint(), False),
+        (Checkpoint(stacked=1000, quantization="gptq"), False),
+        (Checkpoint(pickled=True), True),
+    ],
 )
 def test_a_worker_is_started_only_if_something_needs_conversion(
     facts: Checkpoint, needed: bool, ours: ConvertedSnapshots, snapshot: Path
