@@ -48,6 +48,7 @@ from worker.interface import AdapterChoice, GenerationRequest, Grammar, Sampling
 from worker.prompt import tools
 from worker.prompt.chat_formats import find
 from worker.protocol.argv import AdapterSource, encode_adapters
+from worker.protocol.vocabulary import vocabulary_fault
 
 CTX = 128
 
@@ -442,6 +443,13 @@ def test_a_draft_model_with_another_tokenizer_is_refused_by_name(llama: Path, tm
     draft = merged(llama, tmp_path / "draft", swap)
     with pytest.raises(StartError, match=f"model-draft = {draft}: its tokenizer is another one: token 90 is"):
         speculating(llama, draft_snapshot=str(draft))
+
+
+def test_a_tokenizer_may_have_128_tokens_beyond_the_other() -> None:
+    few, many, more = ({number: str(number) for number in range(count)} for count in (500, 628, 629))
+    assert vocabulary_fault(few, many) == vocabulary_fault(many, few) == ""
+    assert vocabulary_fault(few, more) == "its tokenizer has 629 tokens and not 500; name one of the same family"
+    assert vocabulary_fault(more, few) == "its tokenizer has 500 tokens and not 629; name one of the same family"
 
 
 @pytest.mark.parametrize(
