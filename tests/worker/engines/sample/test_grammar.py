@@ -490,12 +490,13 @@ class SpinningMatcher(GrammarMatcher):
     def __init__(self, value: int, released: threading.Event):
         unused: Any = None
         super().__init__(unused, "ebnf", TokenTime())
-        self.value, self.released = value, released
+        self.value, self.released, self.ended = value, released, threading.Event()
 
     def fill(self, row: Any) -> None:
         while not self.released.is_set():
             pass
         row[:] = self.value
+        self.ended.set()
 
 
 def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
@@ -509,6 +510,7 @@ def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
     with pytest.raises(InvalidValue):
         rows[1].take(0)
     never.set()  # the slow calls end and write to no row that is in use
+    assert all(row.ended.wait(DEADLINE) for row in rows)
     assert Masks(thread, [rows[0]], 4).result().tolist() == [[1] * 4]
     assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
     thread.close()
