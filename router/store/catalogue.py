@@ -335,8 +335,13 @@ def _cache(folder: str) -> list[FoundModel]:
     return found
 
 
+def reference_files(folder: Path) -> list[Path]:
+    """Return the files in `refs` of a repository's folder. A name with a dot is one that a killed download has left."""
+    return [path for path in (folder / "refs").rglob("*") if path.is_file() and not path.name.startswith(".")]
+
+
 def _cached(folder: Path, repo: str, cache: str) -> list[FoundModel]:
-    refs = sorted(str(path.relative_to(folder / "refs")) for path in (folder / "refs").rglob("*") if path.is_file())
+    refs = sorted(str(path.relative_to(folder / "refs")) for path in reference_files(folder))
     named = [revision for revision in refs if find_snapshot(repo, revision, cache)]
     if not named:
         commits = _names(str(folder / "snapshots"), quiet=True)

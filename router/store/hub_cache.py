@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from router.store.catalogue import folder_of, missing
+from router.store.catalogue import folder_of, missing, reference_files
 
 
 def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), alone: bool = True) -> None:
@@ -33,7 +33,7 @@ def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), 
     reference.unlink(missing_ok=True)
     # A download of another process is like another model: it needs its incomplete snapshot.
     alone = alone and not any(map(_is_being_written, (folder / "blobs").glob("*")))
-    named = {path.read_text().strip() for path in (folder / "refs").rglob("*") if path.is_file()} | set(keep)
+    named = {path.read_text().strip() for path in reference_files(folder)} | set(keep)
     if alone and not named:
         shutil.rmtree(folder)
         shutil.rmtree(Path(cache) / ".locks" / folder.name, ignore_errors=True)

@@ -126,6 +126,7 @@ def test_complete_repositories_of_the_cache_are_listed(tmp_path: Path) -> None:
     broken = cached(hub, "org/broken")
     (broken / "config.json").unlink()
     shutil.copytree(hub / "models--org--name", hub / "datasets--org--data", symlinks=True)
+    (hub / "models--org--name" / "refs" / ".main.7.8").write_text(COMMIT)  # left by a download that was killed
     (hub / "version.txt").touch()
     loaded = read(cache=str(hub), models_dir=str(empty))
     assert {preset.id: preset.revision for preset in loaded.presets.values()} == {

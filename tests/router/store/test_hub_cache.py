@@ -35,6 +35,7 @@ def test_the_only_revision_leaves_nothing(tmp_path: Path) -> None:
     cached(tmp_path, OLD, "main")
     (tmp_path / ".locks" / "models--org--name").mkdir(parents=True)
     (tmp_path / "models--org--other").mkdir()
+    (tmp_path / "models--org--name" / "refs" / ".main.7.8").write_text(OLD)  # left by a download that was killed
     remove(str(tmp_path), "org/name", "main")
     assert {path.name for path in tmp_path.iterdir()} == {".locks", "models--org--other"}
     assert not list((tmp_path / ".locks").iterdir())
