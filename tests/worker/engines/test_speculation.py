@@ -34,11 +34,12 @@ from tests.worker.scheduled import FixedLength
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.sample.grammar import TOKEN_SECONDS, GrammarMatcher
+from worker.engines.transformers.sample.work_thread import Job, WorkThread
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
@@ -310,25 +311,32 @@ class Letters(Oracle):
         )
 
 
-@pytest.mark.parametrize(
-    ("quality", "draft_seconds"), [(0.0, TOKEN_SECONDS / 4), (1.0, 1.0)], ids=["rejected", "no-time-for-drafts"]
-)
-async def test_drafts_do_not_use_up_the_time_of_a_grammar(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, quality: float, draft_seconds: float
+class AnswerMasks(WorkThread):
+    """Computes masks of answers at once, and never those of drafts."""
+
+    def __init__(self, work: GenerationLoop):
+        super().__init__("grammar")
+        self.work = work
+
+    def submit(self, function: Any) -> Job[Any]:
+        job = Job(function)
+        if any(choice.matcher is function.func.__self__ for choice in self.work._active):
+            job.run()
+        return job
+
+
+@pytest.mark.parametrize(("quality", "late"), [(0.0, False), (1.0, True)], ids=["rejected", "late"])
+async def test_drafts_and_their_late_masks_do_not_change_the_text_of_a_grammar(
+    llama: Path, quality: float, late: bool
 ) -> None:
-    charge = GrammarMatcher.charge
-
-    def count(matcher: GrammarMatcher, seconds: float) -> None:
-        # An answer takes less than its tokens earn, so it never runs out without drafts.
-        charge(matcher, draft_seconds if matcher.is_drafted else TOKEN_SECONDS / 4)
-
-    monkeypatch.setattr(GrammarMatcher, "charge", count)
     request = generation(prompts()[1], max_tokens=NEW, grammar=Grammar("regex", "[a-z]{30}", "guided_regex"))
     async with serving(load(llama, ctx_size=CTX)) as engine:
         expected = await answers(engine, [request])
     texts = [[*request.prompt, *choice.tokens] for (choice,) in expected]
     async with serving(speculating(llama)) as engine:
         drafter = drafting(engine, Letters(quality, texts), FixedLength(16))
+        if late:
+            engine._grammars._mask_threads = (AnswerMasks(work_of(engine)),) * 2
         assert comparable(await answers(engine, [request])) == comparable(expected)
     assert drafter.drafted > 50
 

@@ -6,7 +6,6 @@ from the device once a step.
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.in_flight_step import SegmentChoosers, launch
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
-from worker.engines.transformers.sample.grammar import TokenTime
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw
+from worker.engines.transformers.sample.work_thread import Job
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import PenaltyCounts, RepeatedNgrams
@@ -281,17 +280,18 @@ class FakeGrammars:
 
     def __init__(self, failing: int):
         self.asked = 0
-        self.token_time = TokenTime()
         self._failing = failing
 
-    def masks(self, matchers: Sequence[Any]) -> "Future[Any]":
+    def mask(self, matcher: Any) -> Job[Any]:
         self.asked += 1
-        found: Future[Any] = Future()
         if self.asked == self._failing:
-            found.set_exception(RuntimeError("no masks this time"))
-        else:
-            found.set_result(np.full((len(matchers), 4096), 255, np.uint8))
-        return found
+            raise RuntimeError("no mask this time")
+        job = Job(lambda: np.full(4096, 255, np.uint8))
+        job.run()
+        return job
+
+    def is_late(self, matcher: Any) -> bool:
+        return False
 
 
 class FakeMatcher:
@@ -304,6 +304,9 @@ class FakeMatcher:
 
     def take(self, token: int) -> None:
         self.taken.append(token)
+
+    def after_each(self, tokens: Sequence[int]) -> Sequence[Any]:
+        return ()
 
 
 async def test_a_step_ahead_is_computed_again_if_its_tokens_cannot_be_chosen(runner: Paged) -> None:
@@ -320,6 +323,64 @@ async def test_a_step_ahead_is_computed_again_if_its_tokens_cannot_be_chosen(run
         assert matcher.taken == collected[-1][0][:-1], "each token once"
         assert journal.calls.count("run 0,1") == (2 if failing else 1)
     assert collected[0] == collected[1]
+
+
+class HeldGrammars(FakeGrammars):
+    """Grammars of one request whose next mask is late from `hold` to `release`."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.holds, self.late = False, list[Job[Any]]()
+
+    def mask(self, matcher: Any) -> Job[Any]:
+        if not self.holds:
+            return super().mask(matcher)
+        if not self.late:
+            self.late.append(Job(lambda: np.full(4096, 255, np.uint8)))
+        return self.late[0]
+
+    def is_late(self, matcher: Any) -> bool:
+        return bool(self.late) and not self.late[0].future.done()
+
+    def release(self) -> None:
+        self.late[0].run()
+        self.holds = False
+
+
+@pytest.mark.parametrize(
+    ("ahead", "before", "meanwhile", "after"),
+    [
+        (False, ["run 0,1", "run 0,1"], ["run 1", "run 1"], ["run 0,1"]),
+        # The first of two calls after the release finishes the step that was launched before.
+        (True, ["run 0,1", "ahead 0,1", "ahead 0,1"], ["ahead 1", "ahead 1"], ["run 0,1", "ahead 0,1"]),
+    ],
+)
+async def test_a_sequence_sits_out_while_its_mask_is_late(
+    runner: Paged, ahead: bool, before: list[str], meanwhile: list[str], after: list[str]
+) -> None:
+    plain = Drive(runner[0], runner[1], ahead=False)
+    journal, grammars = JournalRunner(runner[0]), HeldGrammars()
+    drive = Drive(journal, runner[1], ahead=ahead, grammars=grammars)
+    for each in (plain, drive):
+        stream = each.ask(0, most=9)
+        each.ask(1, most=12)
+        if each is plain:
+            plain.to_the_end()
+    stream.choices[0].matcher = FakeMatcher()  # type: ignore[assignment]
+    drive.work.step()
+    grammars.holds = True
+    drive.work.step()
+    assert journal.calls == before
+    drive.work.step()
+    drive.work.step()
+    assert journal.calls[len(before) :] == meanwhile
+    grammars.release()
+    for _ in range(1 + ahead):
+        drive.work.step()
+    assert journal.calls[len(before) + len(meanwhile) :] == after
+    drive.to_the_end()
+    for id in (0, 1):
+        assert await drive.collected(id) == await plain.collected(id)
 
 
 # Waiting for a device

@@ -6,7 +6,6 @@ import json
 import queue
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests import tiny
 from tests.worker.fake_engine import FakeEngine
@@ -40,8 +37,6 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.sample.grammar import (
-    ALONE_SECONDS,
-    ANSWER_SECONDS,
     ASIDE_SECONDS,
     COMPILE_SECONDS,
     COMPILING_BYTES,
@@ -51,17 +46,12 @@ from worker.engines.transformers.sample.grammar import (
     MASK_SECONDS,
     MAX_ASIDE,
     MAX_COMPILED,
-    STEP_SHARE,
-    TOKEN_SECONDS,
+    SLOW_SECONDS,
     GrammarMatcher,
     Grammars,
-    MaskBudget,
-    Masks,
-    TokenTime,
-    charge_wait,
 )
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
-from worker.engines.transformers.sample.work_thread import Clock, WorkThread
+from worker.engines.transformers.sample.work_thread import Clock, Job, WorkThread
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, StartError, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
@@ -370,215 +360,94 @@ async def test_an_answer_beside_a_grammar_bomb_is_complete_and_the_bomb_ends_alo
     assert re.fullmatch("[ab]{30}", short.text)
 
 
-def test_a_sequence_has_a_credit_of_cpu_time_for_its_grammar() -> None:
-    tokenizer = tiny.make_tokenizer("llama")
-    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
-    bomb, plain = grammars.matcher(BOMB), grammars.matcher(Grammar("regex", "[a-z ]*"))
-    [token] = tokenizer.encode("very", add_special_tokens=False)
-    taken = 0
-    begin = time.process_time()
-    while bomb.failure == "" and taken < 300:
-        grammars.masks([bomb]).result()
-        with contextlib.suppress(InvalidValue):
-            bomb.take(token)
-        taken += 1
-    assert bomb.failure == "choosing a token takes too long"
-    spent = time.process_time() - begin
-    # measured in CPU time of this process: the credit, what each token adds to it, and the mask that exceeds it
-    assert spent < 2 * (ANSWER_SECONDS + MASK_SECONDS + taken * TOKEN_SECONDS)
-    for _ in range(300):
-        assert grammars.masks([plain]).result().any()
-        plain.take(token)
-    assert not grammars.masks([bomb]).result().any()
-    assert not bomb.is_over
-    assert not bomb.can_only_end({EOS})
+def test_a_mask_that_takes_too_long_fails_and_those_behind_it_are_computed() -> None:
+    grammars = CountedGrammars(CountedClock(), 0.0)
+    slow, usual = (grammars.matcher(Grammar("regex", "[ab]*", "ebnf")) for _ in range(2))
+    grammars.begun.get(timeout=DEADLINE)
+    for matcher in (slow, usual):
+        matcher.take(66)
+    slow.mask = grammars._mask_threads[0].submit(grammars.spin)
+    grammars.begun.get(timeout=DEADLINE)
+    mask = grammars.mask(usual)
+    assert grammars.is_late(slow)
+    assert not mask.future.done()
+    grammars.clock.seconds += SLOW_SECONDS + 0.001
+    assert grammars.is_late(slow), "it steps aside and goes on"
+    assert mask.future.result(DEADLINE).any()
+    assert not grammars.is_late(usual)
+    grammars.clock.seconds += MASK_SECONDS
+    with pytest.raises(InvalidValue, match=r"^ebnf is too complex: choosing a token takes too long"):
+        grammars.is_late(slow)
+    grammars.released.set()
     grammars.close()
 
 
-class FreeMatcher:
-    """llguidance's matcher of any text."""
+def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_delay_the_caller() -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    slow, usual = grammars.matcher(Grammar("regex", "ab")), grammars.matcher(Grammar("regex", "ab"))
+    expected = usual.of_choice()
+    assert slow.allowed([66, 67]) == 2
+    for token in (66, 67):
+        release = threading.Event()
+        grammars._mask_threads[1].submit(release.wait)
+        slow.is_slow = True
+        assert slow.allowed([token]) == 0, "nothing is drafted"
+        slow.take(token)
+        assert not slow.is_over, "it has not taken the token"
+        usual.take(token)
+        expected.take(token)
+        assert grammars.mask(usual).future.result(DEADLINE).any()
+        assert not grammars.mask(slow).future.done()
+        release.set()
+        assert slow.mask is not None
+        assert np.array_equal(slow.mask.future.result(DEADLINE), expected.next_mask(grammars.mask_bytes))
+    assert slow.is_over
+    grammars.close()
 
-    def consume_token(self, token: int) -> bool:
-        return True
 
-    def deep_copy(self) -> "FreeMatcher":
-        return self
+class LateThread(WorkThread):
+    """Runs one job whenever the test says so."""
 
-    def is_error(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
+
+    def submit(self, function: Any) -> Job[Any]:
+        job = Job(function)
+        self.jobs.put(job)
+        return job
+
+    def run_one(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self.jobs.get_nowait().run()
 
 
-def free_matcher(token_time: TokenTime) -> GrammarMatcher:
-    matcher: Any = FreeMatcher()
-    return GrammarMatcher(matcher, "ebnf", token_time)
-
-
-@pytest.mark.parametrize("masks", [1, 4])
-@pytest.mark.parametrize("step_seconds", [0.0001, 0.002, 0.05])
-@pytest.mark.parametrize("wait", [0.9, 1.5, 7.0])
-def test_a_grammar_makes_the_steps_of_others_longer_by_a_share_or_fails(
-    wait: float, step_seconds: float, masks: int
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mamba", "t5"])
+async def test_a_late_mask_delays_only_its_own_answer_and_changes_no_text(
+    family: str, ahead: bool, tmp_path: Path
 ) -> None:
-    """`wait` for the masks of a request in each step: a multiple of the share of that request."""
-    token_time = TokenTime()
-    matcher = free_matcher(token_time)
-    share = max(TOKEN_SECONDS, STEP_SHARE * step_seconds / masks)
-    steps = 0
-    while matcher.failure == "" and steps < 4000:
-        steps += 1
-        matcher.charge(wait * share)
-        token_time.learn(step_seconds, masks, is_alone=False)
-        if matcher.failure == "":
-            matcher.take(0)
-    assert steps * wait * share <= ANSWER_SECONDS + (steps + wait) * share
-    assert (matcher.failure == "") is (wait < 1.0)
-
-
-def test_a_grammar_of_single_characters_does_not_fail_beside_fast_steps() -> None:
-    """It takes 55 ns for each entry of the vocabulary."""
-    token_time = TokenTime(128_000)
-    matcher = free_matcher(token_time)
-    for _ in range(500):
-        token_time.learn(0.002, 16, is_alone=False)
-        matcher.charge(55e-9 * 128_000)
-        matcher.take(0)
-
-
-def test_only_the_wait_for_masks_is_charged_and_never_more_than_their_cpu_time() -> None:
-    for waited, charged in ((0.0, (0.0, 0.0)), (0.02, (0.015, 0.005)), (9.0, (0.03, 0.01))):
-        rows = [free_matcher(TokenTime()) for _ in charged]
-        charge_wait(list(zip(rows, (0.03, 0.01), strict=True)), waited)
-        assert [ANSWER_SECONDS - row._credit.seconds for row in rows] == pytest.approx(charged)
-
-
-def test_the_choices_of_a_request_share_its_credit() -> None:
-    first = free_matcher(TokenTime())
-    second, other = first.of_choice(), first.of_request("grammar")
-    second.charge(2 * ANSWER_SECONDS)
-    assert (first.failure != "", other.failure) == (True, "")
-
-
-class JournaledTokenTime(TokenTime):
-    """Records whether each step was that of one request alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alone: list[bool] = []
-
-    def learn(self, step_seconds: float, masks: int, *, is_alone: bool) -> None:
-        assert (step_seconds > 0.0, masks) == (True, 1)
-        self.alone.append(is_alone)
-        super().learn(step_seconds, masks, is_alone=is_alone)
-
-
-async def test_a_grammar_that_delays_nobody_may_take_longer(llama: Path) -> None:
-    held = Grammar("regex", "[ab]{30}")
-    async with serving(load(llama, ctx_size=CTX)) as engine:
-        journal = engine._grammars.token_time = JournaledTokenTime()
-        await complete_one(engine, PROMPT, grammar=held, max_tokens=20)
-        assert journal.alone == [True] * 20
-        assert journal.seconds == ALONE_SECONDS
-        neighbour = asyncio.create_task(complete_one(engine, PROMPT, max_tokens=200))
-        await complete_one(engine, PROMPT, grammar=held, max_tokens=20)
-        await neighbour
-    assert not any(journal.alone[20:])
-
-
-class SpinningMatcher(GrammarMatcher):
-    """A matcher whose mask is computed until `released`."""
-
-    def __init__(self, value: int, released: threading.Event):
-        unused: Any = None
-        super().__init__(unused, "ebnf", TokenTime())
-        self.value, self.released, self.ended = value, released, threading.Event()
-
-    def fill(self, row: Any) -> None:
-        while not self.released.is_set():
-            pass
-        row[:] = self.value
-        self.ended.set()
-
-
-def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
-    ready, never = threading.Event(), threading.Event()
-    ready.set()
-    thread = WorkThread("masks")
-    rows = [SpinningMatcher(1, ready), SpinningMatcher(2, never), SpinningMatcher(3, ready), SpinningMatcher(4, never)]
-    masks = Masks(thread, rows, 4).result()
-    assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
-    assert [row._credit.is_exceeded for row in rows] == [False, True, False, True]
-    with pytest.raises(InvalidValue):
-        rows[1].take(0)
-    never.set()  # the slow calls end and write to no row that is in use
-    assert all(row.ended.wait(DEADLINE) for row in rows)
-    assert Masks(thread, [rows[0]], 4).result().tolist() == [[1] * 4]
-    assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
-    thread.close()
-
-
-@given(st.lists(st.floats(0.0, 3 * MASK_SECONDS), min_size=1, max_size=70))
-def test_the_masks_of_a_step_have_a_bound_together_and_a_row_within_its_share_never_fails(needs: list[float]) -> None:
-    budget = MaskBudget(len(needs))
-    total = 0.0
-    for seconds in needs:
-        taken = min(seconds, budget.limit)  # a row that takes longer is given up
-        total += taken
-        assert budget.spend(taken)
-        assert seconds == taken or seconds > MASK_SECONDS / len(needs)
-    assert total <= 2 * MASK_SECONDS + 1e-9
-
-
-class CountedClock:
-    """A clock of CPU time that is moved by the work of tests, the same for all threads."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> Clock:
-        return lambda: self.seconds
-
-
-class CountedMatcher(GrammarMatcher):
-    """A matcher whose mask takes `seconds` of a clock, and does not end before `released` if it is given."""
-
-    def __init__(self, clock: CountedClock, seconds: float, released: threading.Event | None):
-        unused: Any = None
-        super().__init__(unused, "ebnf", TokenTime())
-        self.clock, self.seconds, self.released = clock, seconds, released
-
-    def fill(self, row: Any) -> None:
-        row[:] = 1
-        self.clock.seconds += self.seconds
-        if self.released is not None:
-            self.released.wait(DEADLINE)
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool) -> None:
-    """Eight rows have a share of 0.025 s each, and may take the first 0.2 s as they come."""
-    slow = [False, False, True, False, True, False, False, True]
-    seconds = [0.01, 0.15, 0.10, 0.02, 0.03, 0.02, 0.001, 9.0]
-    clock, released = CountedClock(), threading.Event()
-    thread = WorkThread("masks", clock)
-    rows = [
-        CountedMatcher(clock, *row)
-        for row in zip(seconds, [None if ends or not is_slow else released for is_slow in slow], strict=True)
-    ]
-    masks = Masks(thread, rows, 4).result()
-    released.set()
-    assert [row._credit.is_exceeded for row in rows] == slow
-    assert masks.tolist() == [[0 if is_slow else 1] * 4 for is_slow in slow]
-    thread.close()
-
-
-def test_masks_of_drafts_take_no_time_from_those_of_answers() -> None:
-    clock, thread = CountedClock(), WorkThread("masks")
-    rows = [CountedMatcher(clock, seconds, None) for seconds in (0.15, 0.06, 0.06, 0.06, 0.045)]
-    for row in rows[1:4]:
-        row.is_drafted = True
-    Masks(WorkThread("masks", clock), rows, 4).result()
-    assert [row._credit.is_exceeded for row in rows] == [False, False, True, True, False]
-    thread.close()
+    held = {"grammar": Grammar("regex", "[a-z ]{12}[0-9]{4}"), "max_tokens": 30}
+    free = generation(PROMPT[:3], max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    async with serving(load(tiny.make(family, tmp_path), ahead=ahead, ctx_size=CTX, parallel=4)) as engine:
+        asked = [held, {**held, "sampling": warm(4)}]
+        expected = [await complete_one(engine, PROMPT, **each) for each in asked]
+        [alone] = await collect_choices(engine, free)
+        late = LateThread()
+        engine._grammars._mask_threads = (late, late)
+        tasks = [asyncio.create_task(complete_one(engine, PROMPT, **each)) for each in asked]
+        neighbour = CollectedChoice()
+        async for delta in engine.generate(free):
+            neighbour.add(delta)
+            if len(neighbour.tokens) == 30:
+                assert not any(task.done() for task in tasks)
+            if len(neighbour.tokens) >= 30:
+                late.run_one()
+        assert neighbour.tokens == alone.tokens
+        while not all(task.done() for task in tasks):
+            late.run_one()
+            await asyncio.sleep(0)
+        assert [(await task).tokens for task in tasks] == [each.tokens for each in expected]
 
 
 def optional(count: int) -> str:
@@ -636,6 +505,16 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_erro
     grammars.close()
 
 
+class CountedClock:
+    """A clock of CPU time that is moved by tests, the same for all threads."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> Clock:
+        return lambda: self.seconds
+
+
 class CountedGrammars(Grammars):
     """Grammars that take some time of a clock to compile. A grammar of the text "slow..." does not end before
     `released`."""
@@ -645,6 +524,11 @@ class CountedGrammars(Grammars):
         self.clock, self.seconds = clock, seconds
         self.released = threading.Event()
         self.begun: queue.Queue[str] = queue.Queue()
+
+    def spin(self) -> Any:
+        """A mask that takes long."""
+        self.begun.put("mask")
+        self.released.wait(DEADLINE)
 
     def _build(self) -> Any:
         self.clock.seconds += 9 * KEPT_SECONDS
@@ -751,10 +635,9 @@ def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
 
 def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
-    bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result()
-    grammars.close()
-    allowed = np.nonzero(mask_bias(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
-    assert bits.shape == (1, 76)
+    bits = grammars.matcher(Grammar("regex", "(?s:.*)")).next_mask(grammars.mask_bytes)
+    allowed = np.nonzero(mask_bias(bits[None], torch.device("cpu"))[0].numpy() == 0.0)[0]
+    assert bits.shape == (76,)
     assert max(allowed) < len(tiny.make_tokenizer("llama"))
 
 
@@ -893,8 +776,7 @@ def test_reasoning_ends_after_its_budget_and_any_text_follows(budget: int, is_op
     matcher = grammars.matcher(replace(any_text(begin, is_open=is_open), preamble=before))
 
     def allowed() -> set[int]:
-        row = np.zeros((size + 31) // 32 * 4, np.uint8)
-        matcher.fill(row)
+        row = matcher.next_mask(grammars.mask_bytes)
         return {token for token in range(size) if row[token // 8] >> token % 8 & 1}
 
     everything = set(range(size))

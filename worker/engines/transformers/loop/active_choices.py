@@ -34,13 +34,6 @@ class ActiveChoices:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.id in self._choices
 
-    @property
-    def has_several_requests(self) -> bool:
-        """True if the choices, running and waiting ones, are of more than one request."""
-        streams = (choice.stream for choice in self._choices.values())
-        first = next(streams, None)
-        return any(stream is not first for stream in streams)
-
     def of(self, sequence: Sequence) -> RequestChoice:
         return self._choices[sequence.id]
 
@@ -137,7 +130,7 @@ class ActiveChoices:
             return going
         for segment in step.batch:
             sequence = segment.sequence
-            if sequence not in self or sequence.output_tokens + 1 >= sequence.limit:
+            if sequence not in self or sequence.output_tokens + 1 >= sequence.limit or sequence.id in step.late:
                 continue
             if self.scheduler.followers(sequence):
                 return set()

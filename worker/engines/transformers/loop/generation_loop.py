@@ -15,10 +15,15 @@ A cancelled request therefore leaves the batch after at most two steps instead o
 host must know token n before it can choose token n + 1: only the forward is launched ahead and the token is chosen
 later. A prompt chunk, a new row or a preemption needs the scheduler's state after step n, so nothing is launched ahead.
 A draft (speculative decoding) needs the tokens of step n, too.
+
+Late masks: a sequence whose grammar mask is not there when the tokens of a step are chosen gets no token in that step,
+and sits out of the following ones until it is. So a slow grammar delays only its own answer. Only if no other sequence
+can go on, the step waits, for ALONE_SECONDS at most.
 """
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 
 from worker.detokenizer import TextPiece
@@ -32,7 +37,7 @@ from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
 from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.sample.grammar import Grammars
+from worker.engines.transformers.sample.grammar import ALONE_SECONDS, Grammars
 from worker.engines.transformers.sample.sampler import Sampled, copies_of_scores
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
@@ -205,8 +210,14 @@ class GenerationLoop:
     def step(self) -> None:
         """Finish one step. If possible, launch the next one first."""
         active = self._active
-        # The step launched ahead by the last call, or a new one.
-        step = active.in_flight or self._launch(self._next())
+        self._hold_late()
+        step = active.in_flight  # launched ahead by the last call
+        if step is None:
+            batch = self._next()
+            if not batch:
+                self._wait_for_masks()
+                return
+            step = self._launch(batch)
         active.in_flight = self._launcher.launch_ahead(step) if self._launches_ahead(step) else None
         self._finish_step(step)
         if (
@@ -218,6 +229,21 @@ class GenerationLoop:
             # The choice failed. Nothing was recorded, so the next call schedules and computes these tokens again.
             active.in_flight = None
             active.step_finished(())
+
+    def _hold_late(self) -> None:
+        """Let sequences sit out of the next step whose grammar mask is late. End those whose mask takes too long."""
+        for choice in self._active:
+            if self._grammars is None or choice.matcher is None or choice.sequence not in self._active:
+                continue
+            try:
+                choice.sequence.is_held = self._grammars.is_late(choice.matcher)
+            except RequestError as error:
+                self._fail(choice.sequence, error)
+
+    def _wait_for_masks(self) -> None:
+        """Wait a short time until a sequence that sits out can go on."""
+        held = [choice.matcher for choice in self._active if choice.matcher is not None and choice.sequence.is_held]
+        wait([matcher.mask.future for matcher in held if matcher.mask is not None], ALONE_SECONDS, FIRST_COMPLETED)
 
     def _launches_ahead(self, step: InFlightStep) -> bool:
         drafter = self._backend.drafter
@@ -264,15 +290,14 @@ class GenerationLoop:
         now = time.monotonic()
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
-        if self._grammars is not None and step.masks:
-            rest, is_alone = seconds - step.mask_wait, not self._active.has_several_requests
-            self._grammars.token_time.learn(rest, step.masks, is_alone=is_alone)
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
         # does not follow from the number of tokens.
-        if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
+        late = len(step.late)
+        if len(results) + late == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
             self._backend.prefill_budget.learn(step.batch, seconds)
             if self._backend.drafter is not None:
-                self._backend.drafter.learn(step.batch, sum(len(result.sampled) for result in results), seconds)
+                tokens = sum(len(result.sampled) for result in results)
+                self._backend.drafter.learn(step.batch, tokens + late, seconds)
         spoiled = set()
         for result in results:
             sequence = result.segment.sequence

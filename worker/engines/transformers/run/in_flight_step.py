@@ -5,21 +5,25 @@ Reading the results waits for the copy. In between, the next step can be launche
 (`LaunchedForward.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
 the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.sample`).
 
+A sequence whose grammar mask is late gets no token, so that no other sequence waits for it. A later step computes its
+newest token again: that is simpler than to keep its logits, and a row more makes a step hardly longer.
+
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
 
-import time
 from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
-from worker.engines.transformers.sample.grammar import Bits, GrammarMatcher, Grammars
+from worker.engines.transformers.sample.grammar import ALONE_SECONDS, Bits, GrammarMatcher, Grammars
 from worker.engines.transformers.sample.sampler import (
     DrawnTokens,
     Likelihood,
@@ -31,9 +35,12 @@ from worker.engines.transformers.sample.sampler import (
     gather_likelihoods,
     uniform,
 )
+from worker.engines.transformers.sample.work_thread import Job
 from worker.engines.transformers.schedule import sequence as sequences
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import accepted
+
+_POLL_INTERVAL = 0.0005  # seconds between looks at a device
 
 
 class Chooser(Protocol):
@@ -76,27 +83,41 @@ class SegmentChoosers(NamedTuple):
 
 
 class PendingMasks:
-    """Grammar masks of some choosers, computed on another thread while the model runs."""
+    """Grammar masks of some choosers, computed on other threads while the model runs."""
 
     def __init__(self, grammars: Grammars | None, choosers: Iterable[tuple[Chooser, Sequence[int]]]):
         """`choosers`: with the tokens drafted for each, which its grammar allows. It gets one mask after each."""
-        self._ids: set[int] = set()
-        matchers: list[GrammarMatcher] = []
+        self._jobs: dict[int, list[Job[Bits]]] = {}  # by sequence id
         for chooser, drafted in choosers:
-            if chooser.matcher is not None:
-                self._ids.add(chooser.sequence.id)
-                matchers.append(chooser.matcher)
-                if drafted:
-                    matchers.extend(chooser.matcher.after_each(drafted))
-        self._masks = grammars.masks(matchers) if grammars and matchers else None
+            if grammars is not None and chooser.matcher is not None:
+                # All copies are made before a job uses the matcher.
+                matchers = [chooser.matcher, *chooser.matcher.after_each(drafted)]
+                self._jobs[chooser.sequence.id] = [grammars.mask(matcher) for matcher in matchers]
 
     def constrains(self, chooser: Chooser) -> bool:
-        return chooser.sequence.id in self._ids
+        return chooser.sequence.id in self._jobs
 
-    def bits(self) -> Bits:
-        """Masks of the constrained choosers, in their order. Waits for them."""
-        assert self._masks is not None
-        return self._masks.result()
+    def is_late(self, chooser: Chooser) -> bool:
+        """True if the mask of the next token is not there yet."""
+        return self.constrains(chooser) and not self._jobs[chooser.sequence.id][0].future.done()
+
+    def wait(self, computed: torch.cuda.Event | None, choosers: Sequence[Chooser], *, is_alone: bool) -> None:
+        """Wait while a device computes the logits, until it has `computed` them. With `is_alone`, also until one of
+        `choosers` can go on, for a short time."""
+        late = {self._jobs[chooser.sequence.id][0].future for chooser in choosers if self.is_late(chooser)}
+        while late and computed is not None and not computed.query():  # type: ignore[no-untyped-call]  # torch
+            late = wait(late, _POLL_INTERVAL).not_done
+        if is_alone and late and len(late) == len(choosers):
+            wait(late, ALONE_SECONDS, FIRST_COMPLETED)
+
+    def bits(self, choosers: Iterable[Chooser]) -> Bits:
+        """Masks of constrained choosers, in their order, uint8 `[masks, bytes]`. Late ones, of drafts, allow none."""
+        jobs = [job for chooser in choosers for job in self._jobs[chooser.sequence.id]]
+        bits = np.zeros((len(jobs), len(jobs[0].future.result())), np.uint8)
+        for row, job in zip(bits, jobs, strict=True):
+            if job.future.done():
+                row[:] = job.future.result()
+        return bits
 
 
 class LaunchedForward:
@@ -107,7 +128,9 @@ class LaunchedForward:
         self._logits: torch.Tensor | None = logits
         self._prompts: list[TokenLikelihoods | None] = []
         self._drawn: DrawnTokens | None = None
-        self.masks, self.mask_wait = 0, 0.0  # number of grammar masks, and seconds that the step waited for them
+        # None: the logits are computed by now.
+        self._computed = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+        self.late: set[int] = set()  # ids of sequences that get no token, because their grammar masks are late
 
     @property
     def is_sampled(self) -> bool:
@@ -117,13 +140,21 @@ class LaunchedForward:
         """Launch sampling and the copy to the host. Sequences must have all tokens before the new ones by now."""
         logits = self._logits
         assert logits is not None, "sample was called twice"
+        choosers = [chooser for part in self._parts for chooser in part.choosers]
+        pending_masks.wait(self._computed, choosers, is_alone=all(part.choosers for part in self._parts))
+        parts, self._parts = self._parts, []
         rows: list[int] = []
         samplings: list[RowSampling] = []
-        constrained: list[int] = []
+        masked: list[int] = []
+        constrained: list[Chooser] = []
         end = 0
-        for part in self._parts:
+        for part in parts:
             # Logits of all segments lie one after the other: [sum of segment.logits, vocab].
             end += part.segment.logits
+            if any(map(pending_masks.is_late, part.choosers)):
+                self.late |= {chooser.sequence.id for chooser in part.choosers}
+                continue
+            self._parts.append(part)
             wants_prompt = part.segment.sequence.prompt_logprobs
             prompt = logits[end - part.segment.logits : end] if wants_prompt else None
             self._prompts.append(
@@ -134,13 +165,12 @@ class LaunchedForward:
                 # leader; nothing is drafted for these.
                 own = _row_samplings(chooser, part.segment)
                 if pending_masks.constrains(chooser):
-                    constrained.extend(range(len(rows), len(rows) + len(own)))
+                    masked.extend(range(len(rows), len(rows) + len(own)))
+                    constrained.append(chooser)
                 rows.extend(range(end - len(own), end))
                 samplings += own
         if rows:
-            begin = time.monotonic()
-            masks = TokenMasks(constrained, pending_masks.bits()) if constrained else None
-            self.masks, self.mask_wait = len(constrained), time.monotonic() - begin
+            masks = TokenMasks(masked, pending_masks.bits(constrained)) if constrained else None
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
             used = logits if is_whole else logits[upload(rows, logits.device)]
@@ -153,7 +183,7 @@ class LaunchedForward:
         self._to_host.wait()
 
     def results(self) -> list[SegmentResult]:
-        """Wait for the device, and return the result of each segment."""
+        """Wait for the device, and return the result of each segment that is not late."""
         self._to_host.wait()
         chosen = self._drawn.read() if self._drawn is not None else []
         found, row = [], 0
@@ -199,21 +229,16 @@ class InFlightStep:
         return any(segment.sequence is sequence for segment in self.batch)
 
     @property
-    def masks(self) -> int:
-        """The number of grammar masks."""
-        return sum(forward.masks for forward in self.forwards)
-
-    @property
-    def mask_wait(self) -> float:
-        """Seconds that the step waited for its grammar masks."""
-        return sum(forward.mask_wait for forward in self.forwards)
+    def late(self) -> set[int]:
+        """Ids of the sequences that get no token, because their grammar masks are late."""
+        return {id for forward in self.forwards for id in forward.late}
 
     @property
     def is_sampled(self) -> bool:
         return all(forward.is_sampled for forward in self.forwards)
 
     def results(self) -> list[SegmentResult]:
-        """Wait for the device, and return the result of each segment that could be launched."""
+        """Wait for the device, and return the result of each segment that could be launched and is not late."""
         return [result for forward in self.forwards for result in forward.results()]
 
 

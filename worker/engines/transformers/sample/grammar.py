@@ -2,21 +2,19 @@
 
 A model without grammars pays nothing: llguidance is imported and given the vocabulary when the first grammar is
 compiled. This takes 0.9 s and 140 MB of host memory for 151,000 tokens, once, off the step loop; a schema adds
-milliseconds. The masks of a step are computed on another thread while the model computes logits. llguidance releases
-the interpreter lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one core.
+milliseconds. Masks are computed on other threads while the model computes logits. llguidance releases the interpreter
+lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one core.
 
 A grammar comes from a client, and some take a second per token. So its work is bounded, in CPU time:
 
 * Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
   their own, so that they do not delay short ones. A compilation that takes more than ASIDE_SECONDS steps aside for the
   ones behind it.
-* Masks of a step: by `MaskBudget`.
-* All masks of a request: by a credit. It begins with ANSWER_SECONDS, and each token adds `TokenTime.seconds`. Only the
-  time that a step waited for its masks is charged: those that are ready before the logits cause no delay.
+* Each mask: by MASK_SECONDS. A request with a slower one ends with an error of its own.
 
-A request whose grammar exceeds them ends with an error of its own. So it delays the other requests of its batch by at
-most ANSWER_SECONDS + MASK_SECONDS in all, and otherwise by STEP_SHARE of their time. All requests together delay a step
-by at most 2 * MASK_SECONDS, and their drafts by DRAFT_SECONDS more.
+No step waits for a mask while other sequences can go on. A sequence whose mask is late gets no token in that step. It
+sits out until the mask is there, and its newest token is then computed again (`loop.generation_loop`). Masks behind
+slow ones are not late: those of grammars whose last mask was slow are computed on a thread of their own.
 """
 
 import asyncio
@@ -27,7 +25,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -66,20 +63,11 @@ MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 ASIDE_SECONDS = 0.25
 MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
-MASK_SECONDS, DRAFT_SECONDS = 0.2, 0.1
-# Measured for 128,000 tokens, with TOKEN_SECONDS for each token and no forward beside the masks: a usual grammar takes
-# 5 ms of them, and 50 ms if each string has a minimum and a maximum length. A slow processor may take several times as
-# long.
-ANSWER_SECONDS = 0.3
-# Wait for masks in a step with several requests, as a share of the rest of the step. A fixed time per token would be
-# nothing beside the steps of a large model, and several times those of a small one.
-STEP_SHARE = 1 / 3
-# The least that a token adds to the credit of its request, and for each entry of the vocabulary. A usual mask takes
-# 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms (english.gbnf of llama.cpp): a valid grammar
-# does not fail because another request is running.
-TOKEN_SECONDS = 0.00025
-ENTRY_SECONDS = 80e-9
-# The time that a token adds while there is no other request, which the masks could delay.
+MASK_SECONDS = 0.2
+# CPU time of a slow mask. A usual one takes 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms
+# (english.gbnf of llama.cpp).
+SLOW_SECONDS = 0.002
+# The longest wait for a mask in a step in which no other sequence can go on. Requests that arrive meanwhile wait, too.
 ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
@@ -106,219 +94,95 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
     return GRAMMAR_BYTES + GRAMMAR_ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
 
 
-class TokenTime:
-    """The CPU time that each token adds to the credit of its request."""
-
-    def __init__(self, vocab_size: int = 0) -> None:
-        self._least = max(TOKEN_SECONDS, ENTRY_SECONDS * vocab_size)
-        self.seconds = self._least
-
-    def learn(self, step_seconds: float, masks: int, *, is_alone: bool) -> None:
-        """Record the last step. `step_seconds`: without the wait for its masks; `masks`: their number; `is_alone`:
-        there is no other request."""
-        self.seconds = ALONE_SECONDS if is_alone else max(self._least, STEP_SHARE * step_seconds / max(masks, 1))
-
-
-@dataclass(slots=True)
-class _Credit:
-    """CPU time of the grammar of one request."""
-
-    seconds: float = ANSWER_SECONDS  # CPU time that the request may still take
-    # Another thread may still use the matcher then, so it is not touched any more.
-    is_exceeded: bool = False
-
-
 class GrammarMatcher:
-    """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either."""
+    """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either.
 
-    def __init__(
-        self,
-        matcher: "LLMatcher",
-        field: str,
-        token_time: TokenTime,
-        credit: _Credit | None = None,
-        *,
-        is_drafted: bool = False,
-    ):
-        """`field`: the request's field, for errors; `credit`: shared with other matchers, None for one of its own;
-        `is_drafted`: it is behind tokens of a draft."""
-        self._matcher, self._field = matcher, field
-        self._token_time, self._credit = token_time, credit or _Credit()
-        self.is_drafted = is_drafted
-        self._may_draft = True
+    While the job of its mask runs, nothing but `mask` and `field` may be used.
+    """
+
+    def __init__(self, matcher: "LLMatcher", field: str):
+        """`field`: the request's field, for errors."""
+        self._matcher, self.field = matcher, field
+        self.mask: Job[Bits] | None = None  # of the next token; None until it is asked for
+        self.is_slow = False  # the last mask or draft took long, so the next token will
+        self._untaken: list[int] = []  # tokens that `next_mask` takes
 
     def of_request(self, field: str) -> "GrammarMatcher":
-        """A copy for another request, which names the grammar in `field`."""
-        return GrammarMatcher(self._matcher.deep_copy(), field, self._token_time)
+        """A copy for another request, which names the grammar in `field`. At the same position, with the same mask."""
+        copy = GrammarMatcher(self._matcher.deep_copy(), field)
+        copy.mask, copy.is_slow = self.mask, self.is_slow
+        return copy
 
     def of_choice(self) -> "GrammarMatcher":
-        """A copy for another choice of the same request. They share the credit."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._field, self._token_time, self._credit)
+        """A copy for another choice of the same request."""
+        return self.of_request(self.field)
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """Number of leading tokens of `tokens`, a draft, that the grammar allows.
-
-        Rejected drafts must not use up the credit of the answer. So this is not charged, and gives 0 from then on if it
-        takes too long.
-        """
-        if self._credit.is_exceeded or not self._may_draft:
+        """Number of leading tokens of `tokens`, a draft, that the grammar allows. 0 if it is slow."""
+        if self.is_slow:
             return 0
         begin = time.thread_time()
         count = self._matcher.validate_tokens(list(tokens))
-        self._may_draft = time.thread_time() - begin <= self._token_time.seconds * len(tokens)
-        return count
+        self.is_slow = time.thread_time() - begin > SLOW_SECONDS
+        return 0 if self.is_slow else count
 
     def after_each(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
-        """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself.
-
-        They share a credit of their own, as much as these tokens would earn. When it is exceeded, only the rest of the
-        draft fails.
-        """
-        later, credit = self._matcher, _Credit(self._token_time.seconds * len(tokens))
+        """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself."""
+        later = self._matcher
         for token in tokens:
-            begin = time.thread_time()
             later = later.deep_copy()
             later.consume_token(token)
-            ahead = GrammarMatcher(later, self._field, self._token_time, credit, is_drafted=True)
-            ahead.charge(time.thread_time() - begin)
-            yield ahead
+            yield GrammarMatcher(later, self.field)
 
     def take(self, token: int) -> None:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
-        the token."""
-        if self._credit.is_exceeded:
-            raise self.error()
-        begin = time.thread_time()
-        is_allowed = self._matcher.consume_token(token)
-        self._credit.seconds = min(ANSWER_SECONDS, self._credit.seconds + self._token_time.seconds)
-        self.charge(time.thread_time() - begin)
-        if not is_allowed:
-            raise self.error()
+        the token.
 
-    def charge(self, seconds: float) -> None:
-        """Take CPU time from the credit."""
-        self._credit.seconds -= seconds
-        if self._credit.seconds < 0:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Fail from now on, because the grammar takes too long."""
-        self._credit.is_exceeded = True
+        This may take as long as the mask that allowed the token. So a slow grammar takes it with the next mask.
+        """
+        self.mask = None
+        if self.is_slow:
+            self._untaken.append(token)
+        elif not self._matcher.consume_token(token):
+            raise self.error()
 
     def error(self) -> RequestError:
         """The error of a request that its grammar ends."""
         failure = self.failure
-        if self._credit.is_exceeded or any(part in failure.lower() for part in _LIMIT_MESSAGES):
-            return InvalidValue(
-                f"{self._field} is too complex: {failure}; write it with fewer alternatives and less ambiguity",
-                param=self._field,
-            )
+        if any(part in failure.lower() for part in _LIMIT_MESSAGES):
+            return _too_complex(self.field, failure)
         return SequenceFailed(f"the grammar of this request does not allow the next token: {failure}")
 
     @property
     def is_over(self) -> bool:
-        """True if the text is complete and nothing can follow it."""
-        return not self._credit.is_exceeded and self._matcher.is_stopped() and not self._matcher.is_error()
+        """True if the text is complete and nothing can follow it. False for a slow grammar: its next mask allows the
+        end only."""
+        return not self._untaken and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def can_only_end(self, ends: Collection[int]) -> bool:
         """True if the text is complete and only tokens of `ends` may follow."""
-        if self._credit.is_exceeded or self._matcher.is_error() or not self._matcher.is_accepting():
+        if self._matcher.is_error() or not self._matcher.is_accepting():
             return False
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         return set(np.nonzero(bits)[0].tolist()) <= set(ends)
 
-    def fill(self, row: Bits) -> None:
-        """Write the mask of the next token into `row`, uint8 `[bytes]`. All zeros once the grammar has failed."""
-        if self._credit.is_exceeded:
-            row[:] = 0
-            return
+    def next_mask(self, size: int) -> Bits:
+        """Compute the mask of the next token, uint8 `[size]`. All zeros once the grammar has failed. On any thread."""
+        begin = time.thread_time()
+        for token in self._untaken:
+            self._matcher.consume_token(token)
+        self._untaken.clear()
+        row = np.zeros(size, np.uint8)
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
+        self.is_slow = time.thread_time() - begin > SLOW_SECONDS
+        return row
 
     @property
     def failure(self) -> str:
         """The reason why the grammar cannot continue, for example its complexity. Empty if it can."""
-        if self._credit.is_exceeded:
-            return "choosing a token takes too long"
         return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
-
-
-class MaskBudget:
-    """The CPU time of all masks of one step.
-
-    As long as some of `seconds` is left, a row may take all of that. Afterwards each of `rows` rows may take its equal
-    share of `seconds` once more. So a row within its share never fails because of other rows, and all rows together
-    take at most `2 * seconds`. With `rows` = 0 no row has a share.
-    """
-
-    def __init__(self, rows: int, seconds: float = MASK_SECONDS):
-        self._seconds_left, self._share = seconds, seconds / rows if rows else 0.0
-
-    @property
-    def limit(self) -> float:
-        """Seconds that the next row may take."""
-        return max(self._seconds_left, self._share)
-
-    def spend(self, seconds: float) -> bool:
-        """Count the time of a row. Return False if the row took too long."""
-        is_within = seconds <= self.limit
-        self._seconds_left -= seconds
-        return is_within
-
-
-class Masks:
-    """Masks of one step, while they are computed one after the other."""
-
-    def __init__(self, thread: WorkThread, matchers: Sequence[GrammarMatcher], width: int):
-        self._thread, self._matchers = thread, matchers
-        self._bits = np.zeros((len(matchers), width), np.uint8)
-        fills = zip(matchers, self._bits, strict=True)
-        self._jobs = [thread.submit(functools.partial(matcher.fill, row)) for matcher, row in fills]
-
-    def result(self) -> Bits:
-        """Wait for the masks, uint8 `[matchers, bytes]`. A row that exceeds the budget is zero, and its matcher fails
-        from then on. The wait is charged to the others."""
-        # Rows of drafts have a budget of their own, so that no answer fails because of them.
-        rows = sum(not matcher.is_drafted for matcher in self._matchers)
-        budgets = {False: MaskBudget(rows), True: MaskBudget(0, DRAFT_SECONDS)}
-        begin = time.monotonic()
-        charges: list[tuple[GrammarMatcher, float]] = []
-        failed: list[int] = []
-        for row, (matcher, job) in enumerate(zip(self._matchers, self._jobs, strict=True)):
-            budget = budgets[matcher.is_drafted]
-            self._wait(job, budget)
-            seconds = job.cpu_seconds
-            if budget.spend(seconds):
-                charges.append((matcher, seconds))
-            else:
-                matcher.give_up()
-                failed.append(row)
-        charge_wait(charges, time.monotonic() - begin)
-        if not failed:
-            return self._bits
-        bits = self._bits.copy()  # a slow call may still write to its row
-        bits[failed] = 0
-        return bits
-
-    def _wait(self, job: Job[None], budget: MaskBudget) -> None:
-        """Wait for one row. If it takes too long, it steps aside for the rows behind it."""
-        while True:
-            try:
-                return job.future.result(min(_POLL_INTERVAL, MASK_SECONDS / len(self._matchers)))
-            except TimeoutError:
-                if job.cpu_seconds > budget.limit:
-                    return self._thread.step_aside(job)
-
-
-def charge_wait(taken: Sequence[tuple[GrammarMatcher, float]], waited: float) -> None:
-    """Charge `waited` seconds to matchers in proportion to the CPU seconds that the mask of each has `taken`.
-
-    None is charged for more than its CPU time: the wait is longer on a busy machine.
-    """
-    total = sum(seconds for _, seconds in taken)
-    for matcher, seconds in taken:
-        matcher.charge(seconds * min(1.0, waited / total) if total else 0.0)
 
 
 class Grammars:
@@ -346,8 +210,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
-        self.token_time = TokenTime(vocab_size)
-        self._mask_thread = WorkThread("grammar", clock_of_thread)
+        self._mask_threads = tuple(WorkThread(name, clock_of_thread) for name in ("grammar", "grammar-slow"))
         self._compilers = tuple(
             WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
         )
@@ -445,16 +308,35 @@ class Grammars:
             thread.step_aside(job)
             job.future.add_done_callback(lambda _: self._aside.release())
 
-    def masks(self, matchers: Sequence[GrammarMatcher]) -> Masks:
-        """Masks of the next tokens (`sampler.TokenMasks`), computed on another thread.
+    def mask(self, matcher: GrammarMatcher) -> Job[Bits]:
+        """The mask of the next token, which another thread computes. Asking again gives the same job."""
+        if matcher.mask is None:
+            thread = self._mask_threads[matcher.is_slow]
+            matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes))
+        return matcher.mask
 
-        The matchers must not be used before the result is there. Computing a mask again gives the same.
-        """
-        return Masks(self._mask_thread, list(matchers), (self._tokens + 31) // 32 * 4)
+    def is_late(self, matcher: GrammarMatcher) -> bool:
+        """True if the mask of the next token was asked for and is not there. Raises InvalidValue if it takes too
+        long."""
+        job = matcher.mask
+        if job is None or job.future.done():
+            return False
+        for thread, most in zip(self._mask_threads, (SLOW_SECONDS, MASK_SECONDS), strict=True):
+            current = thread.current
+            if current is not None and current.cpu_seconds > most:
+                thread.step_aside(current)
+        if job.cpu_seconds > MASK_SECONDS:
+            raise _too_complex(matcher.field, "choosing a token takes too long")
+        return True
+
+    @functools.cached_property
+    def mask_bytes(self) -> int:
+        """Bytes of a mask: a bit for each token, in words of 32."""
+        return (self._tokens + 31) // 32 * 4
 
     def close(self) -> None:
         """Stop the threads, if they were started."""
-        for thread in (self._mask_thread, *self._compilers):
+        for thread in (*self._mask_threads, *self._compilers):
             thread.close()
 
     @functools.cached_property
@@ -474,12 +356,14 @@ class Grammars:
             verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
         )
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
+        compiled = GrammarMatcher(matcher, grammar.field)
         if not matcher.is_error():
-            # The first mask may take seconds. Copies share its caches, so no step has to wait for it.
-            matcher.compute_bitmask()
+            # The first mask may take seconds. Copies have it, so no step has to wait for it.
+            compiled.mask = Job(functools.partial(compiled.next_mask, self.mask_bytes))
+            compiled.mask.run()
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
-        return GrammarMatcher(matcher, grammar.field, self.token_time)
+        return compiled
 
     def _build(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
@@ -588,6 +472,11 @@ def _with_preamble(preamble: str, source: str) -> str:
 
 def _uncompilable(grammar: Grammar, why: str) -> InvalidValue:
     return InvalidValue(f"{grammar.field} cannot be compiled: {why}", param=grammar.field)
+
+
+def _too_complex(field: str, why: str) -> InvalidValue:
+    message = f"{field} is too complex: {why}; write it with fewer alternatives and less ambiguity"
+    return InvalidValue(message, param=field)
 
 
 def _message(error: str) -> str:

@@ -49,8 +49,10 @@ class Job(Generic[Result]):
             return
         clock = self._clock_of_thread()
         self._begun, self._clock = clock(), clock
+        function = self._function
+        del self._function  # what it refers to may refer to this job, and take much memory
         try:
-            result = self._function()
+            result = function()
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             self._end(clock)
             self.future.set_exception(error)

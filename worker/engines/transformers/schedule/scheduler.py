@@ -119,6 +119,11 @@ class Scheduler:
         return max((prompt.computed for prompt in prompts if prompt.id not in self._following), default=0)
 
     @property
+    def _unheld(self) -> list[tuple[Sequence, int]]:
+        """Running sequences that may take part in the next step, with their rows."""
+        return [(sequence, row) for sequence, row in self._running.values() if not sequence.is_held]
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
@@ -213,7 +218,7 @@ class Scheduler:
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
         decodes = list(self._decodes())
         prompts = self._prefill(prompt_budget)
-        length = draft_length(self.running, bool(prompts)) if draft_length is not None else 0
+        length = draft_length(len(self._unheld), bool(prompts)) if draft_length is not None else 0
         if length and decodes:
             decodes = self._with_draft_room(decodes, length)
         return (*sorted(decodes, key=_cache_location), *prompts)
@@ -226,9 +231,11 @@ class Scheduler:
 
         Return an empty batch if `next` would do anything else: compute a prompt, admit a sequence or preempt one.
         """
-        # A sequence that is not in the batch, or whose prompt is not complete, has a prompt to compute: its part
-        # depends on the budget, which is learned when the step in front lands.
-        if len(batch) != len(self._running) or not all(segment.completes for segment in batch):
+        # A sequence that is not in the batch (nor held), or whose prompt is not complete, has a prompt to compute. Its
+        # part depends on the budget, which is learned when the step in front lands.
+        begun = {segment.sequence.id for segment in batch}
+        has_others = any(sequence.id not in begun for sequence, _ in self._unheld)
+        if has_others or not all(segment.completes for segment in batch):
             return ()
         if self._could_admit():
             return ()
@@ -314,7 +321,7 @@ class Scheduler:
         Preemption recomputes instead of swapping to main memory: the prefix cache still has most of it, where it is on,
         and swapping would need a second pool. The oldest is never preempted, so some sequence always ends.
         """
-        decoding = [(sequence, row) for sequence, row in self._running.values() if sequence.is_decoding]
+        decoding = [(sequence, row) for sequence, row in self._unheld if sequence.is_decoding]
         for sequence, row in sorted(decoding, key=_age):
             end = len(sequence.tokens)
             while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
@@ -341,9 +348,7 @@ class Scheduler:
 
     def _prefill(self, prompt_budget: int | Callable[[], int]) -> list[Segment]:
         prompts = [
-            (prompt, row)
-            for prompt, row in self._running.values()
-            if not prompt.is_decoding and prompt.id not in self._following
+            (prompt, row) for prompt, row in self._unheld if not prompt.is_decoding and prompt.id not in self._following
         ]
         if not prompts:
             return []

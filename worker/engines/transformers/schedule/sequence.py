@@ -64,6 +64,7 @@ class Sequence:
     accepted: int = 0  # of these, the tokens that became output
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    is_held: bool = False  # sits out of steps until its grammar mask is there
     preempted: bool = False  # has run before and was preempted
     preempted_for_memory: bool = False  # was preempted once because a step ran out of device memory
 
