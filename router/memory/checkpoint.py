@@ -34,7 +34,15 @@ from worker.protocol import pickled_weights, tekken
 from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION, unstated_quantization
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
+from worker.protocol.snapshot_files import (
+    ADAPTER_FILES,
+    INDEX,
+    MAX_HEADER_BYTES,
+    NO_GGUF,
+    WEIGHTS,
+    is_below,
+    shard_names,
+)
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -290,11 +298,16 @@ def _no_weights(folder: Path) -> str:
         )
     if gguf := sorted(file.name for file in folder.glob("*.gguf")):
         return f"{folder} has only GGUF weights ({gguf[0]}): {NO_GGUF}; take safetensors ones"
+    if (folder / ADAPTER_FILES[1]).is_file():
+        return f"{folder} has an adapter only ({ADAPTER_FILES[1]}); serve its model, with this folder as lora"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if "model.safetensors" in parts:
         return f"{folder / 'model.safetensors'} is no file, or a link to none; fetch it again"
     if parts:
-        return f"{folder} has {parts[0]}, but no model.safetensors and no index that names parts; fetch it again"
+        return (
+            f"{folder} has {parts[0]}, but no model.safetensors and no index that names parts; fetch it again, or take"
+            " a revision that has them"
+        )
     return f"{folder} has no model.safetensors; fetch the snapshot again, or set load-format = dummy"
 
 

@@ -187,7 +187,7 @@ def _other_format(listed: Collection[str]) -> str:
     if any(path.endswith(".gguf") for path in listed):
         return f"; it has GGUF files: {NO_GGUF}; choose the original repository of the model, with safetensors weights"
     if ADAPTER_FILES[0] in listed:
-        return "; it is an adapter: serve the model that it was made for, with lora = NAME=org/name"
+        return "; it is an adapter: serve the model that it was made for, with this one as its lora"
     if "params.json" in listed:
         return "; it has Mistral's own format; choose a repository with the weights for transformers"
     return ""

@@ -229,7 +229,14 @@ def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.Capt
     folder = write(tmp_path / "m", shards=2)
     (folder / "model.safetensors.index.json").unlink()
     assert main(["estimate", str(folder)]) == 1
-    assert "no index that names parts" in capsys.readouterr().err
+    assert "no index that names parts; fetch it again, or take a revision" in capsys.readouterr().err
+
+
+def test_an_adapter_beside_a_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    assert main(["estimate", str(folder)]) == 1
+    assert "has an adapter only (adapter_model.safetensors); serve its model" in capsys.readouterr().err
 
 
 def test_a_preset_is_estimated_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
