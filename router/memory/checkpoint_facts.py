@@ -26,6 +26,8 @@ _TOWERS: Mapping[str, Mapping[str, int]] = {
 
 _BOTH = "hybrid"  # in the name of a kind of layer: it has a state beside keys and values
 _STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv", _BOTH)
+_CACHELESS = ("mlp", "moe")  # kinds of layers that have neither keys and values nor a state (Nemotron-H)
+_LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
 _HYBRIDS = frozenset({"falcon_h1"})  # architectures whose layers are all of that kind, even if the config is silent
 
 
@@ -91,7 +93,7 @@ class Checkpoint:
 
     identity: str = ""  # hash of file names, sizes and config: the same for the same snapshot wherever it lies
     model_type: str = ""
-    layers: int = 0
+    layers: int = 0  # those with keys and values, or with a state
     hidden: int = 0
     heads: int = 0
     # Heads of keys and values in the cache; 1 with multi-head latent attention, which caches one compressed row.
@@ -250,6 +252,8 @@ def from_config(
     )
     if model_type == "longcat_flash":
         layers = max(layers, 2 * _first(text, "num_layers"))  # each of these has two attention layers
+    kinds = _layer_kinds(text)
+    layers = (layers or len(kinds)) - sum(kind in _CACHELESS for kind in kinds)
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers")
     states = min(max(_state_layers(text, layers), 0), layers)
@@ -280,7 +284,7 @@ def from_config(
         max_positions=_positions(text),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
-        hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in _layer_kinds(text)), states),
+        hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in kinds), states),
         aligned=model_type not in PAGED or is_encoder_decoder,
         cross_attention=is_encoder_decoder,
         dtype=_dtype(text, config) or stored_dtype,
@@ -330,8 +334,9 @@ def longest_text(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that describes the language model; multimodal configs nest it."""
-    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+    """Return the part of a config that describes the language model, or the decoder of one with an encoder (T5Gemma);
+    multimodal configs nest it."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config", "decoder"):
         nested = config.get(key)
         if isinstance(nested, dict):
             return _text({**config, key: None, **nested})
@@ -421,6 +426,8 @@ def at_most(*limits: int) -> int:
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    if not kinds and isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        return [_LETTERS.get(letter, letter) for letter in pattern]
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
 
 
@@ -452,6 +459,7 @@ def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
         return hidden * window
     state = _first(config, "state_size", "mamba_d_state", "ssm_state_size") or 16
     inner = _first(config, "mamba_intermediate", "mamba_d_ssm")
+    inner = inner or _first(config, "mamba_num_heads") * _first(config, "mamba_head_dim")
     inner = inner or hidden * (_first(config, "expand", "mamba_expand") or 2)
     groups = _first(config, "n_groups", "mamba_n_groups") or 1
     return inner * state + (inner + 2 * groups * state) * kernel

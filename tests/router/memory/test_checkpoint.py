@@ -143,6 +143,43 @@ def test_layers_with_a_state_are_counted(tmp_path: Path, changes: dict[str, Any]
     assert (facts.state_elements > 0) == (layers > 0)
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"hybrid_override_pattern": "M-M*ME", "num_hidden_layers": 6},
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+                "moe",
+            ],
+            "num_hidden_layers": None,
+        },
+    ],
+)
+def test_layers_of_nemotron_h_that_are_mlps_cache_nothing(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    """In the files of its author, and as transformers writes them."""
+    states = {"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 1, "conv_kernel": 4}
+    facts = read(snapshot(tmp_path, model_type="nemotron_h", **kinds, **states))
+    assert (facts.layers, facts.state_layers, facts.attention_layers) == (4, 3, 1)
+    assert facts.state_elements == 40 * 8 + (40 + 2 * 8) * 4
+
+
+def test_the_decoder_of_t5gemma_has_the_cache(tmp_path: Path) -> None:
+    sizes = {name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    decoder = {**sizes, "num_hidden_layers": 3, "vocab_size": 100, "max_position_embeddings": 256}
+    config = {
+        "architectures": ["T5GemmaForConditionalGeneration"], "model_type": "t5gemma", "is_encoder_decoder": True,
+        "decoder": decoder, "encoder": {**decoder, "num_hidden_layers": 5},
+    }  # fmt: skip
+    facts = read(snapshot(tmp_path, config))
+    assert (facts.model_type, facts.layers, facts.kv_heads, facts.head_dim) == ("t5gemma", 3, 2, 16)
+    assert (facts.cross_attention, facts.max_positions) == (True, 256)
+
+
 def test_longcat_has_two_attention_layers_in_each_layer(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path, model_type="longcat_flash", num_hidden_layers=None, num_layers=3))
     assert facts.attention_layers == 6
