@@ -173,6 +173,14 @@ async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None
         assert not fork_server.child.exited.done()
 
 
+async def test_an_error_at_the_start_of_a_forked_worker_is_in_its_log() -> None:
+    log = Log("m", "m#1")
+    async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
+        child = await fork_server.spawn(["estimate"], ENV, name="m#1", log=log)
+        assert await child.exited == 1
+    assert log.last == "ValueError: estimate: the following arguments are required: --snapshot"
+
+
 async def test_a_fork_server_with_a_second_thread_refuses_to_fork() -> None:
     async with warm_fork_server(FORK_SERVER_HAS="thread") as fork_server:
         with pytest.raises(ForkFailed, match="2 threads"):

@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -231,6 +232,8 @@ class ForkServerLoop:
                 os.close(start)
                 _become_worker(spec, streams, may_start)
                 self._run(spec.argv)
+            except BaseException:  # noqa: BLE001 - the end of the child; an executed worker prints it, too
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(may_start)
