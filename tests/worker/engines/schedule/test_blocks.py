@@ -167,6 +167,15 @@ def test_a_prompt_in_the_middle_of_a_block_keeps_its_own_blocks() -> None:
     check_rows(blocks)
 
 
+def test_a_restart_finds_its_own_blocks_and_does_not_report_them_as_cached() -> None:
+    scheduler, prompt = Scheduler(BlockAllocator(1, 32), chunk=99), sequence(1, list(range(3 * B)), limit=9)
+    scheduler.add(prompt)
+    advance(scheduler, scheduler.next(99))
+    scheduler.preempt(prompt)
+    assert scheduler.next(99)
+    assert (prompt.computed, prompt.cached) == (3 * B, 0)
+
+
 def test_conversations_of_more_clients_than_rows_stay_in_few_runs() -> None:
     """Forty conversations that grow in turn, with a common beginning. In the end they fill a third of the pool."""
     blocks = BlockAllocator(8, 2048)
