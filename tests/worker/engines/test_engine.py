@@ -100,8 +100,10 @@ async def test_an_invalid_request_is_rejected_and_no_other_ends(
     stream = engine.generate(generation(PROMPT, max_tokens=12))
     collected = CollectedChoice()
     collected.add(await first(stream))
-    with pytest.raises(error):
+    with pytest.raises(error) as rejected:
         await collect_choices(engine, generation(prompt, **changes))
+    if error is ContextExceeded:
+        assert rejected.value.extra == {"n_prompt_tokens": len(prompt), "n_ctx": CTX}
     assert (await rest(stream, collected)).tokens == generated(model, PROMPT, 12)
 
 
