@@ -67,6 +67,15 @@ class Burst:
         self.gap = max(after - before for each in reported.values() for before, after in pairwise(each))
 
 
+def test_sizes_that_no_longer_occur_do_not_decide_the_cost_of_those_that_do() -> None:
+    cost = StepCost()
+    for decodes in (1, 2, 4, 8, 16):
+        cost.learn(decodes, 0, 0.02)
+    for _ in range(60):
+        cost.learn(4, 0, 0.01)
+    assert cost.seconds_for(4, 0) == pytest.approx(0.01, rel=0.05)
+
+
 def test_a_burst_gets_its_first_tokens_soon_after_any_history() -> None:
     """All prompts alone would take 3.0 s; 64 decodes take 0.15 s a step."""
     for before in (0, 1, 16):
