@@ -267,9 +267,9 @@ async def test_apply_template_shows_the_prompt_of_a_chat_as_a_completion_takes_i
 
 
 async def test_apply_template_needs_no_token_for_a_question_mark() -> None:
-    """A tokenizer of a small alphabet, as of proteins, drops all other characters."""
+    """A tokenizer of a small alphabet, as of proteins, drops all other characters. It does not add its first token."""
     fast: Any = PreTrainedTokenizerFast
-    made = fast(tokenizer_object=Tokenizer(BPE({"a": 0, "c": 1}, [])))
+    made = fast(tokenizer_object=Tokenizer(BPE({"a": 0, "c": 1}, [])), bos_token="a")
     served = ServedModel(
         FakeEngine(serving.tokenizer()), made, serving.options(chat_template="{{ messages[0].content }}")
     )

@@ -157,10 +157,12 @@ async def test_reasoning_belongs_to_its_own_turn() -> None:
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("cut", "all", "more")
     )
     asked = [{"role": "user", "content": "q"}, cut, {"role": "user", "content": "go on"}]
-    answered = [{"role": "assistant", "content": "a"}, again, whole, {"role": "assistant", "content": "b"}]
+    first, second, third = ({"role": "assistant", "content": text} for text in "abc")
+    answered = [first, again, whole, second, third]
     call = await responses({"input": [*asked, *answered]}, made)
     turns = made.decode(call.generations[0].prompt).split("<")[1:]
-    assert turns == ["user>|q", "assistant>cut|", "user>|go on", "assistant>|a", "assistant>more|", "assistant>all|b"]
+    assert turns[:3] == ["user>|q", "assistant>cut|", "user>|go on"]
+    assert turns[3:] == ["assistant>|a", "assistant>more|", "assistant>all|b", "assistant>|c"]
 
 
 async def test_reasoning_text_and_calls_are_items() -> None:
