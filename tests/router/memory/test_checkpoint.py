@@ -162,7 +162,13 @@ def test_layers_with_a_state_are_counted(tmp_path: Path, changes: dict[str, Any]
 )
 def test_layers_of_nemotron_h_that_are_mlps_cache_nothing(tmp_path: Path, kinds: dict[str, Any]) -> None:
     """In the files of its author, and as transformers writes them."""
-    states: dict[str, Any] = {"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 1, "conv_kernel": 4}
+    states: dict[str, Any] = {
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 10,
+        "n_groups": 1,
+        "conv_kernel": 4,
+    }
     facts = read(snapshot(tmp_path, model_type="nemotron_h", **kinds, **states))
     assert (facts.layers, facts.state_layers, facts.attention_layers) == (4, 3, 1)
     assert facts.state_elements == 40 * 8 + (40 + 2 * 8) * 4
