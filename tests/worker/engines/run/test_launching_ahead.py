@@ -302,7 +302,7 @@ class FakeMatcher:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, *, is_last: bool) -> None:
         self.taken.append(token)
 
     def after_each(self, tokens: Sequence[int]) -> Sequence[Any]:

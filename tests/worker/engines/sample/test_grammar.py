@@ -390,7 +390,7 @@ def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_dela
     for token in (66, 67):
         release = threading.Event()
         grammars._mask_threads[1].submit(release.wait)
-        slow.is_slow = True
+        slow.is_slow = slow.has_been_slow = True
         assert slow.allowed([token]) == 0, "nothing is drafted"
         slow.take(token)
         assert not slow.is_over, "it has not taken the token"
@@ -422,14 +422,40 @@ class LateThread(WorkThread):
             self.jobs.get_nowait().run()
 
 
+class SlowThread(WorkThread):
+    """Computes masks at once, and all of them are slow."""
+
+    def submit(self, function: Any) -> Job[Any]:
+        def compute() -> Any:
+            found = function()
+            function.func.__self__.is_slow = True
+            return found
+
+        job = Job(compute)
+        job.run()
+        return job
+
+
+async def test_a_slow_grammar_ends_its_answer_as_a_usual_one(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=CTX)) as engine:
+        engine._grammars._mask_threads = (SlowThread("slow"),) * 2
+        for most in (3, 60):
+            collected = await complete_one(engine, PROMPT, grammar=Grammar("regex", "[ab]{3}"), max_tokens=most)
+            assert (collected.finish, len(collected.text), len(collected.tokens)) == ("stop", 3, 3)
+            assert not collected.deltas[-1].hidden_tokens
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mamba", "t5"])
+@pytest.mark.parametrize(
+    ("family", "ngram_size"), [("llama", 0), ("llama", 2), ("gemma3_text", 0), ("mamba", 0), ("t5", 0)]
+)
 async def test_a_late_mask_delays_only_its_own_answer_and_changes_no_text(
-    family: str, ahead: bool, tmp_path: Path
+    family: str, ngram_size: int, ahead: bool, tmp_path: Path
 ) -> None:
     held = {"grammar": Grammar("regex", "[a-z ]{12}[0-9]{4}"), "max_tokens": 30}
     free = generation(PROMPT[:3], max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
-    async with serving(load(tiny.make(family, tmp_path), ahead=ahead, ctx_size=CTX, parallel=4)) as engine:
+    folder, changes = tiny.make(family, tmp_path), {"ctx_size": CTX, "parallel": 4, "ngram_size": ngram_size}
+    async with serving(load(folder, ahead=ahead, **changes)) as engine:
         asked = [held, {**held, "sampling": warm(4)}]
         expected = [await complete_one(engine, PROMPT, **each) for each in asked]
         [alone] = await collect_choices(engine, free)

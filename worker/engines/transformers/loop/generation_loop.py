@@ -347,29 +347,30 @@ class GenerationLoop:
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
-        if sampled is None:
+        if sampled is None or (choice.matcher is not None and choice.matcher.is_over):
             self._end_without_token(choice, now)
             return
         self._counts.decode_tokens += 1
         choice.first_token_at = choice.first_token_at or now
         finish = choice.sequence.append(sampled.token)
         try:
-            self._send(choice, sampled, self._match(choice, sampled.token), finish, now)
+            is_over = self._match(choice, sampled.token, is_last=finish is not None)
+            self._send(choice, sampled, is_over, finish, now)
         except RequestError as error:
             self._fail(choice.sequence, error)
 
-    def _match(self, choice: RequestChoice, token: int) -> bool:
+    def _match(self, choice: RequestChoice, token: int, *, is_last: bool) -> bool:
         """True if the grammar's text is complete with `token`. Raises the errors of `GrammarMatcher.take`."""
         if choice.matcher is None or token in choice.sequence.ends:
             return False
-        choice.matcher.take(token)
+        choice.matcher.take(token, is_last=is_last)
         return choice.matcher.is_over
 
     def _end_without_token(self, choice: RequestChoice, now: float) -> None:
         """End a choice for which no token could be chosen.
 
-        Either the logits are not finite, or the grammar is complete and only an end token that `min_tokens` or
-        `ignore_eos` forbids could follow, or the allowed tokens would repeat an n-gram.
+        Either the logits are not finite, or the grammar is complete, as the next mask of a slow one shows, or only an
+        end token that `min_tokens` or `ignore_eos` forbids could follow, or the allowed tokens would repeat an n-gram.
         """
         matcher, size = choice.matcher, choice.sequence.sampling.no_repeat_ngram_size
         repeats = f", or all allowed tokens would repeat {size} tokens; set no_repeat_ngram_size to 0" if size else ""

@@ -14,7 +14,7 @@ A grammar comes from a client, and some take a second per token. So its work is 
 
 No step waits for a mask while other sequences can go on. A sequence whose mask is late gets no token in that step. It
 sits out until the mask is there, and its newest token is then computed again (`loop.generation_loop`). Masks behind
-slow ones are not late: those of grammars whose last mask was slow are computed on a thread of their own.
+slow ones are not late: those of matchers that had a slow one are computed on a thread of their own.
 """
 
 import asyncio
@@ -105,12 +105,13 @@ class GrammarMatcher:
         self._matcher, self.field = matcher, field
         self.mask: Job[Bits] | None = None  # of the next token; None until it is asked for
         self.is_slow = False  # the last mask or draft took long, so the next token will
+        self.has_been_slow = False  # a mask took long: all later ones are computed among slow ones
         self._untaken: list[int] = []  # tokens that `next_mask` takes
 
     def of_request(self, field: str) -> "GrammarMatcher":
         """A copy for another request, which names the grammar in `field`. At the same position, with the same mask."""
         copy = GrammarMatcher(self._matcher.deep_copy(), field)
-        copy.mask, copy.is_slow = self.mask, self.is_slow
+        copy.mask = self.mask  # which may have been slow, but what it took is shared
         return copy
 
     def of_choice(self) -> "GrammarMatcher":
@@ -134,14 +135,15 @@ class GrammarMatcher:
             later.consume_token(token)
             yield GrammarMatcher(later, self.field)
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, *, is_last: bool = False) -> None:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
         the token.
 
         This may take as long as the mask that allowed the token. So a slow grammar takes it with the next mask.
+        `is_last`: no mask follows.
         """
         self.mask = None
-        if self.is_slow:
+        if self.is_slow and not is_last:
             self._untaken.append(token)
         elif not self._matcher.consume_token(token):
             raise self.error()
@@ -177,6 +179,7 @@ class GrammarMatcher:
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
         self.is_slow = time.thread_time() - begin > SLOW_SECONDS
+        self.has_been_slow = self.has_been_slow or self.is_slow
         return row
 
     @property
@@ -311,7 +314,7 @@ class Grammars:
     def mask(self, matcher: GrammarMatcher) -> Job[Bits]:
         """The mask of the next token, which another thread computes. Asking again gives the same job."""
         if matcher.mask is None:
-            thread = self._mask_threads[matcher.is_slow]
+            thread = self._mask_threads[matcher.has_been_slow]
             matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes))
         return matcher.mask
 

@@ -218,7 +218,8 @@ class Scheduler:
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
         decodes = list(self._decodes())
         prompts = self._prefill(prompt_budget)
-        length = draft_length(len(self._unheld), bool(prompts)) if draft_length is not None else 0
+        rows = len(self._unheld)
+        length = draft_length(rows, bool(prompts)) if rows and draft_length is not None else 0
         if length and decodes:
             decodes = self._with_draft_room(decodes, length)
         return (*sorted(decodes, key=_cache_location), *prompts)
