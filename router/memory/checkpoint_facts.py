@@ -396,6 +396,9 @@ def _heads(
     return heads, kv_heads, head_dim, head_dim, 2 * heads * head_dim
 
 
+# Families whose experts compute all tokens, with a copy of each token for each expert (transformers 5.23,
+# modeling_llama4.py).
+_ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 
 
@@ -406,6 +409,8 @@ def _dense(config: Mapping[str, Any], hidden: int) -> int:
 def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
     """Return the width of the MLP for one token; with experts, of all that are active for it."""
     dense, active = _dense(config, hidden), _first(config, *_ACTIVE)
+    if config.get("model_type") in _ALL_EXPERTS:
+        return _first(config, "num_local_experts") * (dense + hidden)
     expert = _first(config, "moe_intermediate_size") or dense
     shared = _first(config, "shared_expert_intermediate_size") or expert * _first(config, "n_shared_experts")
     return max(dense, active * expert + shared)

@@ -186,6 +186,13 @@ def test_the_decoder_of_t5gemma_has_the_cache(tmp_path: Path) -> None:
     assert (facts.cross_attention, facts.max_positions) == (True, 256)
 
 
+def test_llama_4_computes_all_tokens_with_all_experts(tmp_path: Path) -> None:
+    """Each expert has a copy of all tokens, so its width counts with the hidden size."""
+    experts = {"num_local_experts": 16, "num_experts_per_tok": 1}
+    assert read(snapshot(tmp_path, model_type="llama4_text", **experts)).intermediate == 16 * (128 + 64)
+    assert read(snapshot(tmp_path, model_type="mixtral", **experts)).intermediate == 128
+
+
 def test_longcat_has_two_attention_layers_in_each_layer(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path, model_type="longcat_flash", num_hidden_layers=None, num_layers=3))
     assert facts.attention_layers == 6
