@@ -120,8 +120,8 @@ class Proxy:
             if not late:  # the client has disconnected, or the router stops: an error would not be read
                 raise
             await _fail(response, RequestTimeout(f"no complete answer within {request.timeout:g} s (request-timeout)"))
-        except ClientGone:
-            log.info("%s: the client is gone", request.request_id)
+        except ClientGone as gone:
+            log.info("%s: %s", request.request_id, gone)
             raise asyncio.CancelledError from None
         except ApiError as error:
             lease = response.lease

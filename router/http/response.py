@@ -75,9 +75,9 @@ async def wait_for_client(outlet: Outlet, pending: Awaitable[None] | None, write
     except TimeoutError:
         if outlet.transport is not None:
             outlet.transport.abort()  # close() would wait without limit for the client to read
-        raise ClientGone from None
+        raise ClientGone(f"disconnected: the client read nothing for {write_stall:g} s (--write-stall)") from None
     except ConnectionError:
-        raise ClientGone from None
+        raise ClientGone("the client is gone") from None
 
 
 class ProxiedResponse:

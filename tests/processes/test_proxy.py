@@ -476,8 +476,11 @@ async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase:
 
 
 @pytest.mark.slow
-async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(tmp_path: Path) -> None:
-    """This holds even if only the end of the response is still to be written."""
+async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This holds even if only the end of the response is still to be written. The log names the cause."""
+    caplog.set_level("INFO", "router.http.proxy")
 
     async def much(upstream: Upstream) -> None:
         await upstream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -495,6 +498,7 @@ async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(tmp_
             readers.append(writer)
         await until(lambda: len(up.requests) == len(readers))
         await up.idle()
+        assert "disconnected: the client read nothing for 0.3 s (--write-stall)" in caplog.text
         for writer in readers:
             writer.transport.abort()
 
