@@ -61,6 +61,7 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
                 if not preset.tokenizer and not any(map(is_of_tokenizer, os.listdir(folder))):
                     message = f"{folder} has no file of a tokenizer, such as tokenizer.json; write tokenizer = FOLDER"
                     yield _problem(preset, "model", message)
+                checkpoint.read_json(Path(preset.tokenizer or folder) / "tokenizer.json")  # raises if it is damaged
             elif checkpoint.has_only_pickles(folder):
                 checkpoint.check_pickles(Path(folder))
         except (ContextTooLarge, UnknownArchitecture) as error:

@@ -108,11 +108,16 @@ def read(
             vocab_type=_vocab_type(folder),
         )
         if "completion" not in facts.capabilities:
-            texts = longest_text(_json(folder / "sentence_bert_config.json"), _json(folder / "tokenizer_config.json"))
+            texts = longest_text(
+                read_json(folder / "sentence_bert_config.json"), read_json(folder / "tokenizer_config.json")
+            )
             facts = replace(facts, max_positions=at_most(facts.max_positions, texts))
         if _sees(folder, config):
-            nested = _json(folder / "processor_config.json").get("image_processor")
-            processor = {**_json(folder / "preprocessor_config.json"), **(nested if isinstance(nested, dict) else {})}
+            nested = read_json(folder / "processor_config.json").get("image_processor")
+            processor = {
+                **read_json(folder / "preprocessor_config.json"),
+                **(nested if isinstance(nested, dict) else {}),
+            }
             tower, tokens, elements = largest_image(config, processor)
             facts = replace(facts, vision_elements=tower, picture_tokens=tokens, picture_elements=elements)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any key may hold anything
@@ -219,12 +224,12 @@ def _tensor(entry: Mapping[str, Any]) -> _Tensor:
 def json_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`; empty if there is no file, or no object in it."""
     try:
-        return _json(file)
+        return read_json(file)
     except UnknownCheckpoint:
         return {}
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`; empty if there is no file. Raises UnknownCheckpoint for any other content."""
     content = _content(file, {})
     if not isinstance(content, dict):
@@ -253,7 +258,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
 def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
@@ -331,7 +336,7 @@ def _template(folder: Path) -> str:
     except (OSError, UnicodeDecodeError):
         pass
     for name in ("tokenizer_config.json", "chat_template.json"):
-        stated = _json(folder / name).get("chat_template")
+        stated = read_json(folder / name).get("chat_template")
         if isinstance(stated, list):
             stated = "\n".join(str(template.get("template")) for template in stated if isinstance(template, dict))
         if stated and isinstance(stated, str):

@@ -203,8 +203,8 @@ def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.Captu
 
 
 def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    names = ("whole", "short", "lacking", "torn", "mute")
-    whole, short, lacking, torn, mute = (write(tmp_path / name) for name in names)
+    names = ("whole", "short", "lacking", "torn", "mute", "garbled")
+    whole, short, lacking, torn, mute, garbled = folders = [write(tmp_path / name) for name in names]
     (mute / "tokenizer_config.json").unlink()
     weights = short / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -213,7 +213,7 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
         '{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
     )
     (torn / "config.json").write_text('{"model_type": ')
-    folders = (whole, short, lacking, torn, mute)
+    (garbled / "tokenizer.json").write_text('{"model": ')
     sections = "".join(f"[{folder.name}]\nmodel = {folder}\n" for folder in folders)
     path = preset(
         tmp_path,
@@ -222,12 +222,13 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
         f"[longer]\nmodel = {whole}\nctx-size = 4097\nrope-scaling = linear\nrope-scale = 2\n",
     )
     code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()[-1]) == (1, "5 faults")
-    *faults, last, long = out.splitlines()[:-1]
+    assert (code, out.splitlines()[-1]) == (1, "6 faults")
+    *faults, last, unread, long = out.splitlines()[:-1]
     assert [fault.split("]")[0] for fault in faults] == [f"{path}:4: [short", f"{path}:6: [lacking", f"{path}:8: [torn"]
     assert all("fetch" in fault for fault in faults)
     assert last.startswith(f"{path}:10: [mute] {mute} has no file of a tokenizer")
-    assert long.startswith(f"{path}:16: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
+    assert unread.startswith(f"{path}:12: [garbled] {garbled}/tokenizer.json is no valid JSON")
+    assert long.startswith(f"{path}:18: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
 
 
 def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
