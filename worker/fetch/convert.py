@@ -188,7 +188,7 @@ def _unpickle(snapshot: Path, pickles: Sequence[Path], config: Any, source: Path
             listed = pickled_weights.tensors(file).values()
         names, total = names + len(listed), total + sum(tensor.bytes for tensor in listed)
     # Not the size of the files: tensors that share data are written once each, unless they are tied.
-    check_disk_space(source.parent, shutil.disk_usage(source).free, total)
+    check_disk_space(source.parents[1], shutil.disk_usage(source).free, total)
 
     def on_sync(done: int) -> None:
         emit(Progress(stage="convert", done=min(done, total - 1), total=total))
@@ -322,7 +322,7 @@ def check_disk_space(folder: Path, free: int, size: int) -> None:
     if free < size + SPARE_BYTES:
         raise StartError(
             f"{folder} has {free >> 20} MiB free; the converted weights need {size >> 20} MiB, and"
-            f" {SPARE_BYTES >> 20} MiB must stay free",
+            f" {SPARE_BYTES >> 20} MiB must stay free; make room there, or give the router another --state-dir",
             Exit.DISK_FULL,
         )
 

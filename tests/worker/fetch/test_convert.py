@@ -171,6 +171,7 @@ def test_a_full_disk_is_reported_before_anything_is_written() -> None:
     check_disk_space(Path("/disk"), free=(2 << 30) + 1, size=1 << 30)
     with pytest.raises(StartError, match="/disk has 2048 MiB free; the converted weights need 1025 MiB") as full:
         check_disk_space(Path("/disk"), free=2 << 30, size=(1 << 30) + (1 << 20))
+    assert str(full.value).endswith("make room there, or give the router another --state-dir")
     assert full.value.exit == Exit.DISK_FULL
 
 
