@@ -519,6 +519,26 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: 
         assert any(len(batch) > 2 for batch in runner.batches)
 
 
+async def test_a_request_whose_steps_run_out_of_memory_twice_fails_and_no_other(llama: Path, model: Any) -> None:
+    asked = threading.Event()
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        assert asked.wait(DEADLINE)
+        if len(batch) > 1 and any(map(is_marked, batch)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=3)
+    async with serving(engine):
+        lengths = {PROMPT: 3, (7, 8): 40, MARKED: 9}
+        tasks = [asyncio.create_task(complete_one(engine, each, max_tokens=most)) for each, most in lengths.items()]
+        await asyncio.sleep(0)
+        asked.set()
+        *others, failed = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(failed, SequenceFailed)
+        expected = [generated(model, prompt, lengths[prompt]) for prompt in (PROMPT, (7, 8))]
+        assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
+
+
 async def test_an_error_of_the_second_try_ends_its_request_and_no_other(llama: Path, model: Any) -> None:
     asked, full = threading.Event(), list[Batch]()
 
