@@ -70,12 +70,13 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect tests without searches for garbage, which are 40 % of that time and find nothing: modules and tests stay
-    for the whole run. Later searches pass over them."""
+    for the whole run. Later searches pass over them, and are rare: a test leaves little garbage."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 10, 100)
         gc.enable()
 
 
