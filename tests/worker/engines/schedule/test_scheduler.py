@@ -97,6 +97,26 @@ def test_preempted_sequences_restart_first_after_one_has_ended() -> None:
     assert parts(scheduler.next(99))[0] == (2, 0, 3), "its answer so far is computed again with its prompt"
 
 
+def test_sequences_that_are_held_take_no_part_in_a_step_and_do_not_count_for_drafts() -> None:
+    scheduler = Scheduler(RowAllocator(2), chunk=4)
+    one, other = sequence(1, limit=9), sequence(2, limit=9)
+    for each in (one, other):
+        scheduler.add(each)
+    advance(scheduler, scheduler.next(99))
+    rows: list[int] = []
+
+    def draft_length(count: int, has_prompts: bool) -> int:
+        rows.append(count)
+        return 0
+
+    assert len(scheduler.next(99, draft_length)) == 2
+    one.is_held = True
+    assert parts(scheduler.next(99, draft_length)) == [(2, 1, 1)]
+    other.is_held = True
+    assert not scheduler.next(99, draft_length)
+    assert rows == [2, 1]
+
+
 def test_removing_an_unknown_sequence_changes_nothing() -> None:
     scheduler = Scheduler(RowAllocator(1), chunk=8)
     scheduler.remove(sequence(1, prompt=2))
