@@ -89,6 +89,12 @@ async def test_t5_embeds_with_its_encoder_whether_the_decoder_is_there_or_not(na
     assert vector == pytest.approx(unit(states.mean(0)), abs=1e-5)
 
 
+def test_a_reranker_that_answers_in_words_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """As Qwen3-Reranker, which says yes or no."""
+    with pytest.raises(StartError, match=r"names LlamaForCausalLM; take a conversion .* for sequence classification"):
+        load(tiny.make("llama", tmp_path), task="rerank")
+
+
 def test_an_architecture_without_hidden_states_is_refused(tmp_path: Path) -> None:
     config = transformers.DPRConfig(
         vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64

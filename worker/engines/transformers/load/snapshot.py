@@ -296,7 +296,8 @@ def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
     if not has_head:
         raise StartError(
             "task = rerank needs a cross-encoder (*ForSequenceClassification), but config.json names"
-            f" {', '.join(names) or 'no class'}; with task = embed it reranks by the angle between vectors"
+            f" {', '.join(names) or 'no class'}; take a conversion of the model for sequence classification; with"
+            " task = embed it reranks by the angle between vectors"
         )
     if options.task == "auto" and sentence_transformers_config.has_pooling(Path(options.snapshot)):
         return False
