@@ -234,6 +234,15 @@ async def test_an_update_reads_files_again_that_have_changed(llama: Path, one: P
         assert after.tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
 
 
+async def test_the_slot_of_a_pinned_adapter_is_free_once_it_is_unregistered(llama: Path, one: Path) -> None:
+    pinned = encode_adapters(sources({"a": one}, pinned=True))
+    async with serving(load(llama, max_loras=1, adapters=pinned)) as engine:
+        await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("a"))
+        assert await engine.set_adapters(sources({"b": one})) == {}
+        async with asyncio.timeout(DEADLINE):
+            await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("b"))
+
+
 async def test_the_error_without_adapter_slots_names_the_option(llama: Path, one: Path) -> None:
     async with serving(load(llama)) as engine:
         assert (await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens
