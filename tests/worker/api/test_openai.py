@@ -490,7 +490,7 @@ async def test_a_generating_model_rejects_embeddings_and_names_its_calls() -> No
 async def test_a_model_without_a_template_does_not_chat() -> None:
     made = model(bare=True)
     assert made.capabilities == ["completion", "embedding"]
-    with pytest.raises(UnsupportedByModel, match="chat-template"):
+    with pytest.raises(UnsupportedByModel, match="use /v1/completions, or set chat-template"):
         await openai.chat(CHAT, made)
 
 
