@@ -188,7 +188,7 @@ def test_the_decoder_of_t5gemma_has_the_cache(tmp_path: Path) -> None:
 
 def test_llama_4_computes_all_tokens_with_all_experts(tmp_path: Path) -> None:
     """Each expert has a copy of all tokens, so its width counts with the hidden size."""
-    experts = {"num_local_experts": 16, "num_experts_per_tok": 1}
+    experts: dict[str, Any] = {"num_local_experts": 16, "num_experts_per_tok": 1}
     assert read(snapshot(tmp_path, model_type="llama4_text", **experts)).intermediate == 16 * (128 + 64)
     assert read(snapshot(tmp_path, model_type="mixtral", **experts)).intermediate == 128
 
