@@ -405,6 +405,15 @@ def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_dela
     grammars.close()
 
 
+def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken() -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    matcher = grammars.matcher(Grammar("regex", "ab"))
+    matcher.is_slow = True
+    matcher.take(66)  # both are accepted tokens of one draft
+    matcher.take(67, is_last=True)
+    assert matcher.is_over
+
+
 class LateThread(WorkThread):
     """Runs one job whenever the test says so."""
 

@@ -143,10 +143,14 @@ class GrammarMatcher:
         `is_last`: no mask follows.
         """
         self.mask = None
-        if self.is_slow and not is_last:
-            self._untaken.append(token)
-        elif not self._matcher.consume_token(token):
+        self._untaken.append(token)
+        if (is_last or not self.is_slow) and not self._take_all():
             raise self.error()
+
+    def _take_all(self) -> bool:
+        """Take the tokens that were left. False if the grammar does not allow them."""
+        tokens, self._untaken = self._untaken, []
+        return all(self._matcher.consume_token(token) for token in tokens)
 
     def error(self) -> RequestError:
         """The error of a request that its grammar ends."""
@@ -171,9 +175,7 @@ class GrammarMatcher:
     def next_mask(self, size: int) -> Bits:
         """Compute the mask of the next token, uint8 `[size]`. All zeros once the grammar has failed. On any thread."""
         begin = time.thread_time()
-        for token in self._untaken:
-            self._matcher.consume_token(token)
-        self._untaken.clear()
+        self._take_all()
         row = np.zeros(size, np.uint8)
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
