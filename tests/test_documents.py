@@ -82,7 +82,7 @@ def test_a_preset_in_the_readme_has_no_fault(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "models" / "bge-m3"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "bert"}')
-    (folder / "tokenizer.json").touch()
+    (folder / "tokenizer.json").write_text("{}")
     write_weights(folder / "model.safetensors", {"w": ("F32", [8])})
     file = tmp_path / "models.ini"
     file.write_text(text.replace("/models/bge-m3", str(folder)))

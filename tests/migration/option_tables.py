@@ -88,15 +88,19 @@ def _spans(text: str) -> tuple[str, ...]:
     return tuple(found[2].strip() for found in re.finditer(r"(`+)(.+?)\1(?!`)", text))
 
 
+# config.json of the model of rows.
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 8192, "torch_dtype": "float32",
+}  # fmt: skip
+QUANTIZED = re.compile(r"(?:-q |quantize\s*=\s*)(awq|gptq|fp8)", re.IGNORECASE)
+
+
 def build_world(folder: Path) -> None:
     """Build the files that rows may name by relative paths: `tiny` (a model), `adapter`, and small text files."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
-        "max_position_embeddings": 8192, "torch_dtype": "float32",
-    }  # fmt: skip
     for name, text in {
-        "tiny/config.json": json.dumps(config),
+        "tiny/config.json": json.dumps(TINY),
         "tiny/tokenizer_config.json": "{}",
         "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8}',
         "adapter/adapter_model.safetensors": "",
@@ -108,6 +112,13 @@ def build_world(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     write_weights(folder / "tiny" / "model.safetensors", {"w": ("F32", [8])})
+
+
+def _write_config(given: tuple[str, ...]) -> None:
+    """Let the checkpoint of the model be quantized with the method that a row names. `router check` compares them."""
+    method = next((found[1] for text in given if (found := QUANTIZED.search(text))), "")
+    config = {**TINY, "quantization_config": {"quant_method": method, "bits": 4}} if method else TINY
+    Path("tiny/config.json").write_text(json.dumps(config))
 
 
 def _of_section(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
@@ -168,6 +179,7 @@ def outcome(heading: str, given: tuple[str, ...], page: str = "") -> Outcome:
     Request members are sent in the call of `page`."""
     if heading == REQUEST_MEMBERS:
         return Outcome(*request_members.ask(page, given))
+    _write_config(given)
     printed, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = run(GIVERS[heading](given, patch))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -101,12 +101,15 @@ class PendingMasks:
         """True if the mask of the next token is not there yet."""
         return self.constrains(chooser) and not self._jobs[chooser.sequence.id][0].future.done()
 
-    def wait(self, computed: torch.cuda.Event | None, choosers: Sequence[Chooser], *, is_alone: bool) -> None:
-        """Wait while a device computes the logits, until it has `computed` them. With `is_alone`, also until one of
-        `choosers` can go on, for a short time."""
+    def wait(self, device: torch.device, choosers: Sequence[Chooser], *, is_alone: bool) -> None:
+        """Wait for late masks while `device` computes the logits. With `is_alone`, also until one of `choosers` can go
+        on, for a short time."""
         late = {self._jobs[chooser.sequence.id][0].future for chooser in choosers if self.is_late(chooser)}
-        while late and computed is not None and not computed.query():  # type: ignore[no-untyped-call]  # torch
-            late = wait(late, _POLL_INTERVAL).not_done
+        if late and device.type == "cuda":
+            computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+            computed.record(torch.cuda.current_stream(device))
+            while late and not computed.query():
+                late = wait(late, _POLL_INTERVAL).not_done
         if is_alone and late and len(late) == len(choosers):
             wait(late, ALONE_SECONDS, FIRST_COMPLETED)
 
@@ -128,8 +131,6 @@ class LaunchedForward:
         self._logits: torch.Tensor | None = logits
         self._prompts: list[TokenLikelihoods | None] = []
         self._drawn: DrawnTokens | None = None
-        # None: the logits are computed by now.
-        self._computed = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
         self.late: set[int] = set()  # ids of sequences that get no token, because their grammar masks are late
 
     @property
@@ -141,7 +142,7 @@ class LaunchedForward:
         logits = self._logits
         assert logits is not None, "sample was called twice"
         choosers = [chooser for part in self._parts for chooser in part.choosers]
-        pending_masks.wait(self._computed, choosers, is_alone=all(part.choosers for part in self._parts))
+        pending_masks.wait(logits.device, choosers, is_alone=all(part.choosers for part in self._parts))
         parts, self._parts = self._parts, []
         rows: list[int] = []
         samplings: list[RowSampling] = []
