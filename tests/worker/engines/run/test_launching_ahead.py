@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.backends import implementation, make_pool, make_runner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
-from worker.engines.transformers.run.in_flight_step import SegmentChoosers, launch
+from worker.engines.transformers.run.in_flight_step import PendingMasks, SegmentChoosers, launch
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw
@@ -511,3 +512,31 @@ async def test_steps_ahead_read_and_write_only_the_places_of_their_sequences(
         found = await drive.collected(id)
         if cancelled_after is None:
             assert found == [*[7] * (end - 1), "stop"] if end <= limit else found == [*[7] * limit, "length"]
+
+
+@pytest.mark.parametrize("arrives", [2, 100])
+def test_a_step_waits_for_a_late_mask_while_the_device_computes(arrives: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask: Job[Any] = Job(lambda: np.zeros(4, np.uint8))
+    looks: list[int] = []
+
+    class Event:
+        """Work that ends before the fifth look at it."""
+
+        def record(self, stream: object) -> None:
+            looks.clear()
+
+        def query(self) -> bool:
+            looks.append(len(looks))
+            if len(looks) == arrives:
+                mask.run()
+            return len(looks) == 5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    matcher = SimpleNamespace(after_each=lambda drafted: ())
+    chooser: Any = SimpleNamespace(sequence=SimpleNamespace(id=7), matcher=matcher)
+    grammars: Any = SimpleNamespace(mask=lambda matcher: mask)
+    pending = PendingMasks(grammars, [(chooser, ())])
+    pending.wait(torch.device("cuda", 0), [chooser], is_alone=False)
+    assert len(looks) == min(arrives, 5)
+    assert pending.is_late(chooser) is (arrives > 5)
