@@ -127,6 +127,7 @@ VARIABLES: Mapping[str, KnownOption] = {name: option for option in _OPTIONS for 
 _LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
 PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
 DEVICE_PREFIXES = ("gpu.", "cpu.")  # of LMI's keys for one kind of device
+MAIN_GPU = "main-gpu"  # a spelling of `device`, which counts with split-mode = none only
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ class Spelling:
     @property
     def canonical(self) -> str:
         """The name in a layer of settings. LMI's spellings for one kind of device keep their prefix until the device of
-        the model is known."""
+        the model is known, and main-gpu its name until the split mode is known."""
+        if self.name in ("mg", MAIN_GPU):
+            return MAIN_GPU
         prefix = next((prefix for prefix in DEVICE_PREFIXES if self.name.startswith(prefix)), "")
         return f"env.{self.variable}" if self.variable else f"{prefix}{self.option.name}"
 

@@ -264,8 +264,8 @@ class _Resolution:
             if name.startswith("env."):
                 variables[name[4:]] = setting.value
                 continue
-            if name.startswith(preset_keys.DEVICE_PREFIXES):
-                continue  # see `_choose_by_device`
+            if name.startswith((preset_keys.MAIN_GPU, *preset_keys.DEVICE_PREFIXES)):
+                continue  # see `_apply_main_gpu` and `_choose_by_device`
             key = preset_keys.BY_NAME[name]
             if key.item:
                 mappings[key.field][key.item] = setting.value
@@ -336,15 +336,17 @@ class _Resolution:
             self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
 
     def _apply_main_gpu(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Drop main-gpu unless split-mode is none. As in llama-server, it does not limit a model that may be split."""
-        device = settings.get("device")
-        if device is None or device.name not in ("mg", "main-gpu"):
+        """Treat main-gpu as `device` if split-mode is none. As in llama-server, it does not limit a model that may be
+        split."""
+        main, device = settings.pop(preset_keys.MAIN_GPU, None), settings.get("device")
+        if main is None:
             return
-        if fields.get("split_mode") == "none":
-            self._used_parts.add(device.place)
+        if fields.get("split_mode") != "none":
+            self._unused_parts[main.place] = (preset_keys.MAIN_GPU, "it needs split-mode = none; write device = cuda:N")
             return
-        del settings["device"], fields["device"]
-        self._unused_parts[device.place] = ("main-gpu", "it needs split-mode = none; write device = cuda:N")
+        self._used_parts.add(main.place)
+        if device is None or device.level <= main.level:
+            settings["device"], fields["device"] = main, main.value
 
     def _apply_gpu_layers(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Treat n-gpu-layers = 0 as device = cpu, unless `device` is set with higher precedence."""

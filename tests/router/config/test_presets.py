@@ -667,6 +667,23 @@ def test_a_split_that_contradicts_itself_is_refused(lines: str, message: str) ->
     assert message in complaint(lines)
 
 
+@pytest.mark.parametrize(
+    ("general", "own", "device"),
+    [
+        ("device = cuda:1", "main-gpu = 0", ("cuda:1",)),
+        ("device = cuda:1", "mg = 0\nsplit-mode = none", ("cuda:0",)),
+        ("main-gpu = 0\nsplit-mode = none", "device = cuda:1", ("cuda:1",)),
+        ("", "device = cuda:1,cuda:2\nmain-gpu = 0", ("cuda:1", "cuda:2")),
+        ("", "main-gpu = 0", ()),
+    ],
+)
+def test_main_gpu_changes_the_devices_with_split_mode_none_only(
+    general: str, own: str, device: tuple[str, ...]
+) -> None:
+    loaded = read(f"[*]\n{general}\n[m]\nmodel = demo:a\n{own}")
+    assert loaded.presets["m"].device == device
+
+
 def test_a_placement_on_accelerators_beside_the_cpu_causes_a_warning() -> None:
     (split,) = warnings("[m]\nmodel = org/m\ndevice = cpu\ngpu-split = 8\n")
     assert split.endswith("[m] gpu-split has no effect, because device is cpu; remove one of the two")
