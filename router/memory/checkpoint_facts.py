@@ -93,7 +93,7 @@ class Checkpoint:
 
     identity: str = ""  # hash of file names, sizes and config: the same for the same snapshot wherever it lies
     model_type: str = ""
-    layers: int = 0  # those with keys and values, or with a state
+    layers: int = 0
     hidden: int = 0
     heads: int = 0
     # Heads of keys and values in the cache; 1 with multi-head latent attention, which caches one compressed row.
@@ -114,6 +114,7 @@ class Checkpoint:
     state_layers: int = 0
     state_elements: int = 0  # elements of that state, of one layer for one sequence
     hybrids: int = 0  # of its state layers, those that keep keys and values, too
+    cacheless: int = 0  # layers with neither keys and values nor a state (MLPs of Nemotron-H)
     # The worker runs it by the model's own forward, on the cache that any model can use
     # (worker/engines/transformers/run/aligned.py).
     aligned: bool = False
@@ -156,7 +157,7 @@ class Checkpoint:
     @property
     def attention_layers(self) -> int:
         """The number of layers with keys and values."""
-        return self.layers - self.state_layers + self.hybrids
+        return self.layers - self.cacheless - self.state_layers + self.hybrids
 
 
 def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
@@ -253,10 +254,11 @@ def from_config(
     if model_type == "longcat_flash":
         layers = max(layers, 2 * _first(text, "num_layers"))  # each of these has two attention layers
     kinds = _layer_kinds(text)
-    layers = (layers or len(kinds)) - sum(kind in _CACHELESS for kind in kinds)
+    layers = layers or len(kinds)
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers")
     states = min(max(_state_layers(text, layers), 0), layers)
+    cacheless = min(sum(kind in _CACHELESS for kind in kinds), layers - states)
     heads, kv_heads, head_dim, value_dim, expanded = _heads(
         text, model_type, hidden, key_rows=key_rows, most_key_rows=most_key_rows, query_rows=query_rows
     )
@@ -285,6 +287,7 @@ def from_config(
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
         hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in kinds), states),
+        cacheless=cacheless,
         aligned=model_type not in PAGED or is_encoder_decoder,
         cross_attention=is_encoder_decoder,
         dtype=_dtype(text, config) or stored_dtype,
@@ -410,7 +413,7 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
     """Return the width of the MLP for one token; with experts, of all that are active for it."""
     dense, active = _dense(config, hidden), _first(config, *_ACTIVE)
     if config.get("model_type") in _ALL_EXPERTS:
-        return _first(config, "num_local_experts") * (dense + hidden)
+        return max(dense, _first(config, "num_local_experts") * (dense + hidden))
     expert = _first(config, "moe_intermediate_size") or dense
     shared = _first(config, "shared_expert_intermediate_size") or expert * _first(config, "n_shared_experts")
     return max(dense, active * expert + shared)

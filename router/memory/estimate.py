@@ -388,13 +388,13 @@ def _adapter_share(facts: Checkpoint, preset: Preset) -> int:
 
 
 def _part(facts: Checkpoint, layers: int) -> Checkpoint:
-    """Return the facts of a part of the model with so many `layers`. If there are two kinds, each is rounded up,
+    """Return the facts of a part of the model with so many `layers`. If there are several kinds, each is rounded up,
     because the files do not state their order."""
-    states, others, hybrids = (
-        -(-count * layers // facts.layers)
-        for count in (facts.state_layers, facts.layers - facts.state_layers, facts.hybrids)
+    attending = facts.layers - facts.state_layers - facts.cacheless
+    states, others, hybrids, cacheless = (
+        -(-count * layers // facts.layers) for count in (facts.state_layers, attending, facts.hybrids, facts.cacheless)
     )
-    return replace(facts, layers=states + others, state_layers=states, hybrids=hybrids)
+    return replace(facts, layers=states + others + cacheless, state_layers=states, hybrids=hybrids, cacheless=cacheless)
 
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:

@@ -169,8 +169,10 @@ def test_layers_of_nemotron_h_that_are_mlps_cache_nothing(tmp_path: Path, kinds:
         "n_groups": 1,
         "conv_kernel": 4,
     }
-    facts = read(snapshot(tmp_path, model_type="nemotron_h", **kinds, **states))
-    assert (facts.layers, facts.state_layers, facts.attention_layers) == (4, 3, 1)
+    tensors = {f"backbone.layers.{layer}.norm.weight": ("BF16", [64]) for layer in range(6)}
+    facts = read(snapshot(tmp_path, LLAMA, tensors, model_type="nemotron_h", **kinds, **states))
+    assert (facts.layers, facts.state_layers, facts.attention_layers) == (6, 3, 1)
+    assert len(facts.by_layer) == 6, "it can be split by layers"
     assert facts.state_elements == 40 * 8 + (40 + 2 * 8) * 4
 
 
@@ -191,6 +193,7 @@ def test_llama_4_computes_all_tokens_with_all_experts(tmp_path: Path) -> None:
     experts: dict[str, Any] = {"num_local_experts": 16, "num_experts_per_tok": 1}
     assert read(snapshot(tmp_path, model_type="llama4_text", **experts)).intermediate == 16 * (128 + 64)
     assert read(snapshot(tmp_path, model_type="mixtral", **experts)).intermediate == 128
+    assert read(snapshot(tmp_path, model_type="llama4_text")).intermediate == 128, "it states no number of experts"
 
 
 def test_longcat_has_two_attention_layers_in_each_layer(tmp_path: Path) -> None:
