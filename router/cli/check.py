@@ -55,7 +55,8 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
             continue
         try:
             if preset.path:
-                facts = checkpoint.read(Path(folder), needs_weights=preset.load_format != "dummy")
+                needs_weights = preset.load_format != "dummy"
+                facts = checkpoint.read(Path(folder), override=preset.config_override, needs_weights=needs_weights)
                 if not (preset.config_override or preset.rope):  # which change the model's maximum
                     effective_ctx(facts, preset)
                 if not preset.tokenizer and not any(map(is_of_tokenizer, os.listdir(folder))):

@@ -15,6 +15,7 @@ from router.cli import options
 from router.cli.main import main
 from router.config import preset_keys, presets, settings
 from tests.router.cli.test_estimate import write
+from tests.sparse import write_weights
 
 ROOT = Path(__file__).parents[3]
 ENVIRON = {"PATH": os.environ["PATH"], "HF_HUB_CACHE": "/nowhere", "PYTHONPATH": str(ROOT)}
@@ -243,6 +244,18 @@ def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFix
         f"{path}:2: [a] the checkpoint is quantized with modelopt, which this version cannot load; take"
     )
     assert second == (f"{path}:5: [b] quantization = awq, but the checkpoint is not quantized; leave the key out")
+
+
+def test_check_takes_the_method_of_quantized_weights_from_an_override(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m")
+    write_weights(folder / "model.safetensors", {"model.layers.0.mlp.qweight": ("I32", [8, 128])})
+    text = f"[m]\nmodel = {folder}\n"
+    assert "config.json has no quantization_config" in run(capsys, "check", preset(tmp_path, text))[1]
+    override = 'config-override = {"quantization_config": {"quant_method": "gptq", "bits": 4}}\n'
+    code, out, _ = run(capsys, "check", preset(tmp_path, text + override))
+    assert code == 0, out
 
 
 def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
