@@ -1,4 +1,4 @@
-"""Chats of Mistral models whose only file of a tokenizer is tekken.json.
+"""Chats of Mistral models whose only tokenizer file is tekken.json.
 
 Their repositories have no chat template, because Mistral's own library, mistral-common, writes the chats. Their form
 depends on the version of the tokenizer. Repositories with versions before 7 have a tokenizer.json as well.
@@ -10,7 +10,8 @@ from pathlib import Path
 TEKKEN = "tekken.json"
 _OLDEST = 7
 _NAMES_CALLS = 11  # from this version on, a call is a name and its arguments, no object in a list
-_HAS_NO_IDS = 13  # from this version on, calls have no ids, and tools precede the first message of the user
+# From this version on, calls have no ids, tools precede the first message of the user, and there is reasoning.
+_HAS_NO_IDS = 13
 
 _TEMPLATE = """\
 {%- macro text(content) -%}
@@ -31,9 +32,12 @@ _TEMPLATE = """\
         {%- endif -%}
         [INST]{{ text(message['content']) }}[/INST]
     {%- elif message['role'] == 'assistant' -%}
-        {%- if message['reasoning_content'] -%}[THINK]{{ message['reasoning_content'] }}[/THINK]{%- endif -%}
+        REASONING
         {{- text(message['content']) -}}
         {%- set calls = message['tool_calls'] or [] -%}
+        {%- for call in calls if has_ids and (call['id'] or '') | length != 9 -%}
+            {{ raise_exception('the id of a tool call needs nine characters') }}
+        {%- endfor -%}
         CALLS
         {{- eos_token -}}
     {%- elif message['role'] == 'tool' -%}
@@ -43,6 +47,8 @@ _TEMPLATE = """\
     {%- endif -%}
 {%- endfor -%}
 """
+_REASONING = """\
+        {%- if message['reasoning_content'] -%}[THINK]{{ message['reasoning_content'] }}[/THINK]{%- endif -%}"""
 _LIST_OF_CALLS = """\
         {%- for call in calls -%}
             {{ '[TOOL_CALLS][' if loop.first -}}
@@ -59,7 +65,7 @@ _NAMED_CALLS = """\
 
 
 def is_alone(folder: Path) -> bool:
-    """True if tekken.json is the only file of a tokenizer in `folder`."""
+    """True if tekken.json is the only tokenizer file in `folder`."""
     others = ("tokenizer.json", "tokenizer.model")
     return (folder / TEKKEN).is_file() and not any((folder / name).is_file() for name in others)
 
@@ -72,6 +78,9 @@ def chat_template(folder: Path) -> str:
         version = int(str(config["version"]).removeprefix("v"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
+    if version < _OLDEST:
+        return ""
+    has_ids = version < _HAS_NO_IDS
     calls = _NAMED_CALLS if version >= _NAMES_CALLS else _LIST_OF_CALLS
-    has_ids = f"{{%- set has_ids = {str(version < _HAS_NO_IDS).lower()} -%}}\n"
-    return has_ids + _TEMPLATE.replace("        CALLS", calls) if version >= _OLDEST else ""
+    template = _TEMPLATE.replace("        CALLS", calls).replace("        REASONING", "" if has_ids else _REASONING)
+    return f"{{%- set has_ids = {str(has_ids).lower()} -%}}\n{template}"

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers.models.auto import tokenization_auto
 from router.memory import checkpoint
 from tests import tiny
 from worker.engines.transformers.load.snapshot import load_tokenizer
+from worker.prompt import chat_formats
+from worker.prompt.chat_template import ChatTemplate, Conversation
 from worker.protocol.argv import Estimate
 
 
@@ -102,6 +105,37 @@ def test_tekken_json_alone_gives_the_tokens_and_chats_of_mistrals_library(tmp_pa
     assert chat == f"<s>[SYSTEM_PROMPT]be[/SYSTEM_PROMPT]{CHATS[version]}"
     facts = checkpoint.read(tmp_path)
     assert (facts.capabilities, facts.vocab_type) == (("chat", "completion", "tools"), 2)
+
+
+@pytest.mark.parametrize("version", ["v7", "v11"])
+@pytest.mark.parametrize("id", [{}, {"id": "call_0123456789"}])
+def test_ids_of_calls_have_nine_characters_where_mistrals_library_writes_them(
+    tmp_path: Path, version: str, id: dict[str, str]
+) -> None:
+    write_tekken(tiny.make("mistral", tmp_path), version)
+    template = ChatTemplate(load_tokenizer(Estimate(snapshot=str(tmp_path))), text="", variables="")
+    call = {"type": "function", "function": {"name": "get", "arguments": {}}, **id}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": id.get("id", "")},
+    ]
+    prompt = template.render(Conversation(messages=messages, variables={}))
+    of_call, of_result = re.findall(r'(?:"id": "|\[CALL_ID\]|\[TOOL_RESULTS\])(\w+)', prompt)
+    assert of_call == of_result
+    assert len(of_call) == 9
+
+
+@pytest.mark.parametrize(("version", "reasons"), [("v11", False), ("v13", True)])
+def test_reasoning_has_tokens_from_version_13_on(tmp_path: Path, version: str, reasons: bool) -> None:
+    write_tekken(tiny.make("mistral", tmp_path), version)
+    tokenizer: Any = load_tokenizer(Estimate(snapshot=str(tmp_path)))
+    chat_format = chat_formats.find(tokenizer.chat_template, None)
+    assert chat_format is not None
+    assert chat_format.has_reasoning == reasons
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}, answer], tokenize=False)
+    assert chat == f"<s>[INST]hi[/INST]{'[THINK]b[/THINK]' if reasons else ''}a</s>"
 
 
 @pytest.mark.parametrize("version", ["v3", "new"])
