@@ -88,7 +88,10 @@ async def reload(call: ApiCall) -> ApiResult:
 
 
 async def pin(call: ApiCall) -> ApiResult:
-    """POST /router/pin: pin or unpin a model until this router exits. Raises ModelNotFound, BadRequest."""
+    """POST /router/pin: pin or unpin a model until this router exits or the model is removed.
+
+    Raises ModelNotFound, BadRequest.
+    """
     body = await call.body()
     name, pinned = model_name(body), body.get("pinned", True)
     if "pin" in body:  # the name of the preset key; ignored as an unknown field, {"pin": false} would pin

@@ -1,6 +1,7 @@
 """LMI's API: GET /ping, and the management of models below /lmi.
 
-Registrations and worker counts set by these calls are not written to disk. They are lost when the router exits.
+Registrations and worker counts set by these calls are not written to disk. They are lost when the router exits or the
+model is removed.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """LMI's API for the LoRA adapters of one model: register, update, list, describe, unregister.
 
 The router keeps adapters registered by a call in memory and sends them to each worker of the model. They are lost when
-the router exits. Adapters of a preset or of its adapter folder cannot be changed by these calls.
+the router exits or the model is removed. Adapters of a preset or of its adapter folder cannot be changed by these
+calls.
 """
 
 import asyncio
