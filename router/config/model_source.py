@@ -10,7 +10,7 @@ from router.config.ini import Problem, is_utf8
 from router.config.option_types import nearest, shown
 from router.config.precedence import OWN, Layer, Setting, SettingReader
 from router.config.presets import GGUF, REPO, repository
-from worker.protocol.snapshot_files import NO_GGUF
+from worker.protocol.snapshot_files import IN_OLD_LAYOUT, NO_GGUF, OLD_LAYOUT
 
 _NO_SNAPSHOT = {
     "lmi": "has a serving.properties without option.model_id, and no config.json",
@@ -110,6 +110,7 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
     if kind:
         what = _NO_SNAPSHOT.get(kind, "has no config.json")
         remedy = "name that model, and the adapter as lora" if kind == "adapter" else _REMEDY
+        remedy = IN_OLD_LAYOUT if OLD_LAYOUT in reader.disk.folders(path) else remedy
         fail(place, f"{path} {what}; {remedy}")
         return None
     if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):

@@ -29,7 +29,15 @@ from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Tran
 from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import (
+    ADAPTER_FILES,
+    IN_OLD_LAYOUT,
+    INDEX,
+    NO_GGUF,
+    OLD_LAYOUT,
+    WEIGHTS,
+    shard_names,
+)
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +198,8 @@ def _other_format(listed: Collection[str]) -> str:
         return "; it is an adapter: serve the model that it was made for, with this one as its lora"
     if "params.json" in listed:
         return "; it has Mistral's own format; choose a repository with the weights for transformers"
+    if f"{OLD_LAYOUT}/config.json" in listed:
+        return f"; {IN_OLD_LAYOUT}"
     return ""
 
 

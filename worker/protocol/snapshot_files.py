@@ -13,6 +13,13 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # The reason in all messages about GGUF files. Each message adds its own remedy.
 NO_GGUF = "GGUF needs the llama-server engine, which this version does not offer"
 
+# The folder of the model in snapshots of old versions of sentence-transformers, and the message about it.
+OLD_LAYOUT = "0_Transformer"
+IN_OLD_LAYOUT = (
+    f"the model is in {OLD_LAYOUT}; a newer sentence-transformers writes it beside modules.json when it saves the model"
+    " again"
+)
+
 # Suffix of an unfinished folder of a conversion. Its process holds a lock (flock) on the folder of all conversions.
 PART = ".part"
 

@@ -282,6 +282,7 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
         ("hf-repo = org/name:IQ2_XS", "GGUF needs the llama-server engine"),
         ("model = s3://bucket/x", "is a URL; download the model"),
         ("model = empty", "/etc/llm/empty has no config.json"),
+        ("model = sbert", "/etc/llm/sbert has no config.json; the model is in 0_Transformer; a newer sentence-transf"),
         ("model = note.txt", "/etc/llm/note.txt is a file; name the model's folder"),
         ("hf-repo = name", '"name" is not org/name'),
         ("hf-repo = ../x", '"../x" is not org/name'),
@@ -290,7 +291,8 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
     ],
 )
 def test_a_source_that_cannot_be_used_is_explained(line: str, message: str) -> None:
-    disk = Disk("/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf")
+    old = ("/etc/llm/sbert/", "/etc/llm/sbert/0_Transformer/")
+    disk = Disk("/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf", *old)
     (problem,) = complaints(f"[m]\n{line}", disk=disk)
     assert message in problem
 

@@ -93,6 +93,10 @@ def test_pickled_weights_are_fetched_only_if_there_are_no_others() -> None:
             "o/n has no config.json; it is an adapter: serve the model",
         ),
         (["params.json", "consolidated.safetensors"], "o/n has no config.json; it has Mistral's own format; choose"),
+        (
+            ["0_Transformer/config.json"],
+            "o/n has no config.json; the model is in 0_Transformer; a newer sentence-trans",
+        ),
         (["config.json", "model.pt"], "o/n has no model.safetensors and no pytorch_model.bin, only model.pt"),
         (["config.json"], "o/n has no model.safetensors; choose"),
     ],
