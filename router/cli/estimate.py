@@ -46,11 +46,11 @@ class Machine:
         with contextlib.closing(Devices(environ)) as devices:
             self.readings = devices.read()
             self._margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
-            limits = devices.by_device(settings.device_limit, "--device-limit")
+            self._limits = devices.by_device(settings.device_limit, "--device-limit")
         if settings.fork_server:
             shared = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
             self.readings = [replace(each, shared=shared) if each.id.index == HOST else each for each in self.readings]
-        self.capacities = capacities(self.readings, self._margin, limits.get)
+        self.capacities = capacities(self.readings, self._margin, self._limits.get)
         self.records = LearnedEstimates(state / "estimates.json", driver=devices.driver)
         self.snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
 
@@ -111,7 +111,10 @@ class Machine:
         margin, usable = self._margin(reading.id), self.capacity(reading.id, bounds)
         free = max(0, min(usable, reading.total - margin - reading.used))
         limited_by = keys if usable < self.capacities[reading.id] else ""
-        return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free, limited_by)
+        limit = self._limits.get(reading.id)
+        return DeviceReport(
+            str(reading.id), reading.name, needs, reading.total, margin, usable, free, limit, limited_by
+        )
 
 
 def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: bool = False) -> Report:

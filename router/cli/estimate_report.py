@@ -38,6 +38,7 @@ class DeviceReport:
     margin: int
     usable_when_empty: int  # for all workers together: the size or the limit of the device, less the margin
     usable_now: int  # the part of it that is free
+    limit: int | None = None  # --device-limit
     limited_by: str = ""  # the keys of the preset that allow the model less than that of all workers
 
     @property
@@ -193,11 +194,16 @@ def device_line(device: DeviceReport, estimate: MemoryEstimate) -> str:
     if device.fits:
         now = "and now" if device.fits_now else f"not now: {_size(device.usable_now)} are free"
         return f"{device.device:9} fits when empty: {usable} usable; {now}"
-    ways = ["lower required-memory"] if estimate.source == "preset" else []
+    ways = []
     if device.limited_by:
-        ways.insert(0, f"raise {device.limited_by.replace(' and ', ' or ')}")
-    elif device.needs <= min(device.total, device.usable_when_empty + device.margin):
-        ways.insert(0, f"lower --models-memory-margin ({_size(device.margin)})")
+        ways.append(f"raise {device.limited_by.replace(' and ', ' or ')}")
+    else:
+        if device.needs <= min(device.total, device.usable_when_empty + device.margin):
+            ways.append(f"lower --models-memory-margin ({_size(device.margin)})")
+        if device.limit is not None and device.needs <= device.usable_when_empty + device.total - device.limit:
+            ways.append(f"raise --device-limit ({_size(device.limit)})")
+    if estimate.source == "preset":
+        ways.append("lower required-memory")
     needs = f"{_size(device.needs)} needed at least, {usable} usable when empty"
     return f"{device.device:9} does not fit: {needs}" + (f"; {' or '.join(ways)}" if ways else "")
 

@@ -262,6 +262,9 @@ def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
     folder = str(write(tmp_path / "m"))
     assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
     assert capsys.readouterr().out.endswith("usable when empty; lower --models-memory-margin (97656.2 GiB)\n")
+    assert main(["estimate", folder, "--models-memory-margin", "800", "--device-limit", "cpu=801"]) == 4
+    either = "lower --models-memory-margin (800.0 MiB) or raise --device-limit (801.0 MiB)"
+    assert f"usable when empty; {either}\n" in capsys.readouterr().out
     assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
     assert "usable when empty; lower required-memory" in capsys.readouterr().out
     assert main(["estimate", folder, "--gpu-memory-utilization", "0.0001"]) == 4
@@ -325,6 +328,7 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
     assert main(["check", *options, "--device-limit", f"cpu={limit}"]) == 4
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("large: cpu does not fit: ")
+    assert "; raise --device-limit (" in first
     assert "; set ctx-size = " in first
     assert last.startswith("3 models, no fault: ")
     assert main(["check", *options, "--json", "--device-limit", f"cpu={limit}"]) == 4
