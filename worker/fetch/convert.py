@@ -7,6 +7,7 @@ rename, complete and synced to disk, or not at all.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import pickle
@@ -45,7 +46,8 @@ def convert(command: Convert, emit: Emit) -> Converted:
     """Create `command.target` from `command.snapshot`. Do nothing if it exists. Blocks until the target is on disk.
 
     Only one process converts in a folder of targets at a time; others wait. Raise StartError for a snapshot that cannot
-    be loaded, with Exit.DISK_FULL if there is no disk space. Nothing of the target is left then.
+    be loaded and for a folder that cannot be written, with Exit.DISK_FULL if there is no disk space. Nothing of the
+    target is left then.
     """
     torch.set_num_threads(command.threads)
     snapshot, target = Path(command.snapshot), Path(command.target)
@@ -80,7 +82,7 @@ def _turn(folder: Path, emit: Emit) -> Iterator[None]:
     A lock in the router would not cover these. The lock is on the folder itself: no lock file has to be cleaned up, and
     the kernel releases it if this process dies.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with _opened(folder) as descriptor:
         reported, until = -1, 0.0
         while True:
@@ -115,7 +117,7 @@ def _unfinished(target: Path) -> Iterator[Path | None]:
         yield None
         return
     part = target.with_name(target.name + PART)
-    part.mkdir(exist_ok=True)
+    _make(part)
     with _opened(part) as descriptor:
         for path in part.iterdir():  # left by a process that was killed
             path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
@@ -128,6 +130,19 @@ def _unfinished(target: Path) -> Iterator[Path | None]:
             raise
         with _opened(target.parent) as parent:
             os.fsync(parent)
+
+
+def _make(folder: Path) -> None:
+    """Create a folder, if there is none. Raise StartError if that is not permitted: another try would fail as well."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StartError(
+            f"{folder} cannot be created ({error.strerror}), and the converted weights are written there; make it"
+            " writable, or give the router another --state-dir"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from worker.fetch import convert as conversion
 from worker.fetch.convert import check_disk_space
 from worker.fetch.tensor_writer import TensorWriter
 from worker.protocol.argv import Convert
-from worker.protocol.events import Converted, Event, Exit, Progress
+from worker.protocol.events import PERMANENT_EXITS, Converted, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_manifest
 
@@ -173,6 +173,16 @@ def test_a_full_disk_is_reported_before_anything_is_written() -> None:
         check_disk_space(Path("/disk"), free=2 << 30, size=(1 << 30) + (1 << 20))
     assert str(full.value).endswith("make room there, or give the router another --state-dir")
     assert full.value.exit == Exit.DISK_FULL
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_way_out_that_is_not_tried_again(tmp_path: Path) -> None:
+    snapshot, state = pickle_weights(tiny.make("llama", tmp_path / "original")), tmp_path / "state"
+    state.write_text("a file, below which root cannot make a folder either")
+    with pytest.raises(
+        StartError, match=r"/state/converted cannot be created \(Not a directory\), .* another --state-dir"
+    ) as refused:
+        convert(snapshot, state / "converted" / "m")
+    assert refused.value.exit in PERMANENT_EXITS
 
 
 def test_a_damaged_snapshot_is_rejected_as_by_a_load(tmp_path: Path) -> None:
