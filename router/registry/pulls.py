@@ -128,7 +128,13 @@ class HubModels:
             except asyncio.CancelledError:  # the client has closed the connection before the hub has listed the files
                 fetching.add_done_callback(self._stop_unfollowed)
                 raise
-            return Pull(worker, began=True)
+            except BadRequest as error:
+                try:
+                    listed = self.registry.model(key, name)  # another call has added it meanwhile
+                except ModelNotFound:
+                    raise error from None
+            else:
+                return Pull(worker, began=True)
         worker = listed.model.open
         if worker is not None and worker.state is State.DOWNLOADING:
             return Pull(worker, began=False)

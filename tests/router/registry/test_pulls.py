@@ -8,10 +8,13 @@ import pytest
 from router.api import ollama
 from router.api.call import FrameStream
 from router.config.presets import Preset
+from router.config.resolve import LoadedPresets
 from router.errors import ModelNotFound
 from router.fleet.worker import State
 from router.registry.auth import NO_KEY
 from router.registry.pulls import HubModels, presets_using_files
+from router.store.catalogue import AddedModels
+from tests.processes.upstreams import unasked, world
 from worker.protocol.argv import AdapterSource
 
 WORKER: Any = SimpleNamespace(id=1, state=State.DOWNLOADING, leases=())
@@ -87,3 +90,19 @@ async def test_a_pull_that_is_cancelled_before_the_hub_has_listed_the_files_down
     await asyncio.gather(*hub._tasks)
     await asyncio.sleep(0)
     assert retired == [WORKER]
+
+
+async def test_two_pulls_of_one_new_model_at_once_follow_one_download(tmp_path: Path) -> None:
+    def load(added: AddedModels) -> LoadedPresets:
+        found = {model.id: Preset(id=model.id, source="cache", repo=model.repo) for model in added.found}
+        return LoadedPresets({**up.registry.file_presets, **found})
+
+    async with world(tmp_path, unasked) as up:
+        up.registry.load = load
+        up.registry.files.missing.add("org/name")  # type: ignore[attr-defined]
+        up.launcher.hold("download org/name")
+        hub = HubModels(up.registry)
+        first, second = await asyncio.gather(*(hub.pull(NO_KEY, "org/name") for _ in range(2)))
+        assert first.worker is not None
+        assert first.worker is second.worker
+        assert up.launcher.journal == ["download org/name"]
