@@ -15,10 +15,11 @@ from aiohttp import ClientSession, UnixConnector
 
 from router.config.settings import Settings
 from router.fleet.worker import State
-from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, dying, request, until, world
+from tests.processes.upstreams import DONE, END, PATH, STREAM, Upstream, World, chunk, dying, request, until, world
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.events import Pulse
+from worker.protocol.routes import PROFILES_PATH
 from worker.protocol.streams import error_frame
 
 WORDS = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(6)]
@@ -182,6 +183,24 @@ async def test_a_request_is_retried_if_its_worker_was_stopped_by_a_signal_of_som
     async with world(tmp_path, stop_once) as up:
         got = await ask(up, {"stream": stream})
         assert (got.status, got.whole, len(up.requests)) == (200, True, 2)
+
+
+async def test_a_request_is_retried_if_its_worker_dies_before_it_has_the_settings_of_the_request(
+    tmp_path: Path,
+) -> None:
+    async def die_once(upstream: Upstream) -> None:
+        if len(up.requests) > 1:
+            await upstream.send(WHOLE)
+            return
+        up.launcher.die("a,b")
+        upstream.writer.close()
+        raise ConnectionError
+
+    async with world(tmp_path, die_once, twin="b") as up:
+        got = await ask(up, {})
+        assert (got.status, got.whole) == (200, True)
+        paths = [upstream.head.split()[1] for upstream in up.requests]
+        assert paths == [PROFILES_PATH, PROFILES_PATH, PATH]
 
 
 async def test_a_request_is_not_retried_after_the_first_event(tmp_path: Path) -> None:
