@@ -89,6 +89,8 @@ def describe_exit(code: int, last_message: str, *, oom_killed: bool) -> str:
 def _signal(number: int) -> str:
     if number == signal.SIGBUS:
         return "SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
+    if number == signal.SIGKILL:
+        return "SIGKILL: another program sent it, or the kernel, because memory ran out (dmesg shows that)"
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
