@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,12 @@ def cached(cache: Path, repo: str, commit: str = COMMIT, ref: str = "main") -> P
     return links
 
 
-def read(*, again: bool = False, **rest: str) -> LoadedPresets:
+def read(**rest: str) -> LoadedPresets:
     """The catalogue of these settings (flags with `_`), without a hub cache unless one is named."""
     given = {name.replace("_", "-"): value for name, value in rest.items() if name != "cache"}
     found, problems = parse(given, {"HF_HUB_CACHE": rest.get("cache", "/nowhere")})
     assert not problems
-    return load_catalogue(found, {}, {}, again=again)
+    return load_catalogue(found, {}, {})
 
 
 def lines(loaded: LoadedPresets) -> tuple[list[str], list[str]]:
@@ -190,6 +189,7 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 
 
+def test_a_folder_of_models_that_is_a_model_itself_is_that_model(tmp_path: Path) -> None:
 def test_a_link_to_the_folder_of_models_lists_none_of_them_twice(tmp_path: Path) -> None:
     snapshot(tmp_path / "phi")
     snapshot(tmp_path / "org" / "nested")
@@ -198,7 +198,6 @@ def test_a_link_to_the_folder_of_models_lists_none_of_them_twice(tmp_path: Path)
     assert list(read(models_dir=str(tmp_path)).presets) == ["org/nested", "phi"]
 
 
-def test_a_folder_of_models_that_is_a_model_itself_is_that_model(tmp_path: Path) -> None:
     model = snapshot(tmp_path / "model")
     (model / "adapters").mkdir()
     (model / "serving.properties").write_text("option.max_rolling_batch_size=8")
@@ -258,17 +257,6 @@ def test_a_preset_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes
     if content is not None:
         path.write_bytes(content)
     assert lines(read(models_preset=str(path))) == ([f"{path}: {message}"], [])
-
-
-def test_a_preset_file_that_is_a_pipe_is_read_at_the_start_only(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    with ThreadPoolExecutor() as pool:
-        written = pool.submit(path.write_text, "[a]\nmodel = demo:a\n")
-        assert list(read(models_preset=str(path)).presets) == ["a"]
-        written.result()
-    message = "is a pipe or a device, which is read only once; name a file, so that it can be read again"
-    assert lines(read(models_preset=str(path), again=True)) == ([f"{path}: {message}"], [])
 
 
 def test_the_built_in_models_are_listed_where_they_are_asked_for() -> None:
