@@ -284,8 +284,6 @@ def _unusable(id: str, path: Path) -> str:
     """Return the reason for which an entry of --models-dir is no model; empty if it is one, or clearly something
     else."""
     if not os.path.isdir(path):
-        if os.path.samefile(path, folder):  # a link back, whose models are listed already
-            continue
         if _is_gguf(path):
             return NO_GGUF
         try:
