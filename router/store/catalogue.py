@@ -275,6 +275,8 @@ def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         if not os.path.isdir(path) or _is_model(path):
             yield name, path
             continue
+        if os.path.samefile(path, folder):  # a link back, whose models are listed already
+            continue
         for inner in _names(str(path), quiet=True):
             if not os.path.isdir(path / inner) or _is_model(path / inner):
                 yield f"{name}/{inner}", path / inner

@@ -189,6 +189,14 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 
 
+def test_a_link_to_the_folder_of_models_lists_none_of_them_twice(tmp_path: Path) -> None:
+    snapshot(tmp_path / "phi")
+    snapshot(tmp_path / "org" / "nested")
+    (tmp_path / "link").symlink_to(".")
+    (tmp_path / "org" / "link").symlink_to("..")
+    assert list(read(models_dir=str(tmp_path)).presets) == ["org/nested", "phi"]
+
+
 def test_a_folder_of_models_that_is_a_model_itself_is_that_model(tmp_path: Path) -> None:
     model = snapshot(tmp_path / "model")
     (model / "adapters").mkdir()
