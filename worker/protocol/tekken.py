@@ -12,6 +12,7 @@ _OLDEST = 7
 _NAMES_CALLS = 11  # from this version on, a call is a name and its arguments, no object in a list
 # From this version on, calls have no ids, tools precede the first message of the user, and there is reasoning.
 _HAS_NO_IDS = 13
+_HAS_SETTINGS = 15  # from this version on, settings of the model precede the first message of the user
 
 _TEMPLATE = """\
 {%- macro text(content) -%}
@@ -30,6 +31,7 @@ _TEMPLATE = """\
         {%- if tools and state.questions == (questions | length if has_ids else 1) -%}
             [AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]
         {%- endif -%}
+        SETTINGS
         [INST]{{ text(message['content']) }}[/INST]
     {%- elif message['role'] == 'assistant' -%}
         REASONING
@@ -62,6 +64,13 @@ _NAMED_CALLS = """\
             {%- if has_ids -%}[CALL_ID]{{ call['id'] }}{%- endif -%}
             [ARGS]{{ call['function']['arguments'] | tojson }}
         {%- endfor -%}"""
+# The model knows the efforts "none" and "high" only.
+_SETTINGS = """\
+        {%- if state.questions == 1 -%}
+            [MODEL_SETTINGS]{"reasoning_effort": "
+            {{- 'high' if reasoning_effort and reasoning_effort != 'none' else 'none' -}}
+            "}[/MODEL_SETTINGS]
+        {%- endif -%}"""
 
 
 def is_alone(folder: Path) -> bool:
@@ -83,4 +92,5 @@ def chat_template(folder: Path) -> str:
     has_ids = version < _HAS_NO_IDS
     calls = _NAMED_CALLS if version >= _NAMES_CALLS else _LIST_OF_CALLS
     template = _TEMPLATE.replace("        CALLS", calls).replace("        REASONING", "" if has_ids else _REASONING)
+    template = template.replace("        SETTINGS", _SETTINGS if version >= _HAS_SETTINGS else "")
     return f"{{%- set has_ids = {str(has_ids).lower()} -%}}\n{template}"

@@ -46,7 +46,7 @@ def test_a_sentencepiece_model_gives_the_tokens_of_its_library(tmp_path: Path, t
     assert tokenizer.decode(tokens) == text
 
 
-PAIRS = ("SYSTEM_PROMPT", "INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK")
+PAIRS = ("SYSTEM_PROMPT", "INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK", "MODEL_SETTINGS")
 CONTROL = (
     "<unk>", "<s>", "</s>", "<pad>", "[TOOL_CALLS]", "[TOOL_CONTENT]", "[CALL_ID]", "[ARGS]",
     *(f"[{slash}{name}]" for slash in ("", "/") for name in PAIRS),
@@ -69,11 +69,16 @@ BY_LIST = (
 )
 BY_NAME = "".join(f'[TOOL_CALLS]get[CALL_ID]abcdefgh{number}[ARGS]{{"x": 1}}' for number in (1, 2)) + "</s>"
 RESULTS = "".join(f"[TOOL_RESULTS]abcdefgh{id}[TOOL_CONTENT]{text}[/TOOL_RESULTS]" for id, text in ((1, 7), (2, 8)))
+SETTINGS = '[MODEL_SETTINGS]{"reasoning_effort": "none"}[/MODEL_SETTINGS]'
+CALLED = (
+    '[INST]hi[/INST][TOOL_CALLS]get[ARGS]{"x": 1}[TOOL_CALLS]get[ARGS]{"x": 1}</s>'
+    "[TOOL_RESULTS]7[/TOOL_RESULTS][TOOL_RESULTS]8[/TOOL_RESULTS]done</s>[INST]x[/INST]"
+)
 CHATS = {
     "v7": f"[INST]hi[/INST]{BY_LIST}{RESULTS}done</s>{OFFERED}[INST]x[/INST]",
     "v11": f"[INST]hi[/INST]{BY_NAME}{RESULTS}done</s>{OFFERED}[INST]x[/INST]",
-    "v13": f'{OFFERED}[INST]hi[/INST][TOOL_CALLS]get[ARGS]{{"x": 1}}[TOOL_CALLS]get[ARGS]{{"x": 1}}</s>'
-    "[TOOL_RESULTS]7[/TOOL_RESULTS][TOOL_RESULTS]8[/TOOL_RESULTS]done</s>[INST]x[/INST]",
+    "v13": f"{OFFERED}{CALLED}",
+    "v15": f"{OFFERED}{SETTINGS}{CALLED}",
 }
 """What mistral-common 1.13.1 writes for MESSAGES with TOOLS, after the system message, by version of the tokenizer."""
 
@@ -143,6 +148,16 @@ def test_tekken_json_of_a_version_without_a_known_chat_has_no_template(tmp_path:
     write_tekken(tiny.make("mistral", tmp_path), version)
     assert not load_tokenizer(Estimate(snapshot=str(tmp_path))).chat_template
     assert checkpoint.read(tmp_path).capabilities == ("completion",)
+
+
+@pytest.mark.parametrize(("asked", "stated"), [("none", "none"), ("high", "high"), ("medium", "high")])
+def test_the_effort_of_a_request_is_one_that_the_model_of_tekken_json_knows(
+    tmp_path: Path, asked: str, stated: str
+) -> None:
+    write_tekken(tiny.make("mistral", tmp_path), "v15")
+    tokenizer: Any = load_tokenizer(Estimate(snapshot=str(tmp_path)))
+    chat = tokenizer.apply_chat_template(MESSAGES[1:2], reasoning_effort=asked, tokenize=False)
+    assert chat == f"<s>{SETTINGS.replace('none', stated)}[INST]hi[/INST]"
 
 
 def test_a_chat_template_beside_tekken_json_takes_precedence(tmp_path: Path) -> None:
