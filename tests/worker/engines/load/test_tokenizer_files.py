@@ -160,11 +160,14 @@ def test_the_effort_of_a_request_is_one_that_the_model_of_tekken_json_knows(
     assert chat == f"<s>{SETTINGS.replace('none', stated)}[INST]hi[/INST]"
 
 
-def test_a_chat_template_beside_tekken_json_takes_precedence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_a_chat_template_beside_tekken_json_takes_precedence(tmp_path: Path, name: str) -> None:
     write_tekken(tiny.make("mistral", tmp_path))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    text = "{{ messages[0]['content'] }}"
+    (tmp_path / name).write_text(text if name.endswith("jinja") else json.dumps({"chat_template": text}))
     template: Any = load_tokenizer(Estimate(snapshot=str(tmp_path))).chat_template
-    assert template == "{{ messages[0]['content'] }}"
+    assert template == text
+    assert checkpoint.read(tmp_path).capabilities == ("chat", "completion")
 
 
 def test_mistral_common_does_not_replace_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,10 @@ def _from_tekken(folder: Path) -> transformers.PreTrainedTokenizerBase:
     """Load Mistral's tekken.json. Texts begin with `<s>`, as with tokenizer.json and with mistral-common."""
     from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer  # late: few models need it
 
-    has_template = (folder / "chat_template.jinja").is_file()  # which takes precedence over the one that is given
-    template = None if has_template else tekken.chat_template(folder)
+    template = None
+    if not (folder / "chat_template.jinja").is_file():  # which takes precedence over the one that is given
+        template = sentence_transformers_config.read_json(folder / "tokenizer_config.json").get("chat_template")
+        template = template or _processor_template(folder) or tekken.chat_template(folder)
     tokenizer = convert_tekken_tokenizer(str(folder / tekken.TEKKEN), template)
     first = str(tokenizer.bos_token)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
