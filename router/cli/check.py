@@ -29,7 +29,7 @@ from router.memory.checkpoint_facts import (
 from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
-from worker.protocol.architectures import LIBRARIES
+from worker.protocol.architectures import LIBRARIES, scoring_fault
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
 from worker.protocol.snapshot_files import is_of_tokenizer
 from worker.protocol.vocabulary import vocabulary_fault
@@ -41,7 +41,8 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     They are grammars that cannot be compiled; unknown members of `config-override` and RoPE keys that config.json does
     not allow; a draft model with other tokens; of a folder damaged or missing files (also of the tokenizer) and a
     `ctx-size` above the model's maximum; of a snapshot in the hub cache, which a download completes, only pickled
-    weights that cannot be converted; a quantization that is not supported, or another one than the preset states.
+    weights that cannot be converted; a quantization that is not supported, or another one than the preset states; an
+    embedder or a cross-encoder of a kind that is not served.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -71,6 +72,7 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
         if not preset.config_override:  # which may state another method
             yield from _quantization_fault(preset, folder)
+            yield from _encoder_fault(preset, Path(folder))
         if (preset.config_override or preset.rope) and (stored := checkpoint.json_object(Path(folder) / "config.json")):
             yield from _unknown_members(preset, stored)
             yield from _rope_faults(preset, stored)
@@ -144,6 +146,23 @@ def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:
     except WrongQuantization as error:
         key = "quantization" if "quantization" in preset.origins else "model" if preset.path else "hf-repo"
         yield _problem(preset, key, error.message.removeprefix(f"{preset.id}: "))
+
+
+def _encoder_fault(preset: Preset, folder: Path) -> Iterator[Problem]:
+    """Yield a problem if a model that embeds or scores texts does so in a way that no load serves."""
+    config, transformer = checkpoint.json_object(folder / "config.json"), folder / "sentence_bert_config.json"
+    task = checkpoint.json_object(transformer).get("transformer_task", "feature-extraction")
+    try:
+        can = checkpoint.offered(Checkpoint(capabilities=checkpoint.capabilities(folder, config)), preset)
+        labels = len(config.get("id2label") or ()) or config.get("num_labels") or 2  # as transformers counts them
+        why = scoring_fault(config.get("architectures") or (), labels) if can == ["rerank"] else ""
+    except (UnknownCheckpoint, AttributeError, TypeError):
+        return  # another fault of the load
+    if "rerank" in can and not why and task not in ("feature-extraction", "sequence-classification"):
+        why = f"{transformer} has transformer_task {task!r}, which cannot be served"
+    # Code of the snapshot may count labels in another way.
+    if why and preset.task != "generate" and not preset.trust_remote_code:
+        yield _problem(preset, "model" if preset.path else "hf-repo", why)
 
 
 def _rope_faults(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:

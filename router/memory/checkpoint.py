@@ -104,7 +104,7 @@ def read(
             file_bytes=sum(file.stat().st_size for file in files),
             pickled=is_pickled,
             head_elements=_head_elements(folder),
-            capabilities=_capabilities(folder, config),
+            capabilities=capabilities(folder, config),
             vocab_type=_vocab_type(folder),
         )
         if "completion" not in facts.capabilities:
@@ -350,7 +350,7 @@ def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in VISION and any((folder / name).is_file() for name in files)
 
 
-def _capabilities(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+def capabilities(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the capabilities of the model. A cross-encoder has a head that scores pairs; an embedder has the layout of
     sentence-transformers or no language head, and it can rerank too.
 

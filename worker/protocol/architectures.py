@@ -5,7 +5,7 @@ transformers' `generate`, token for token, alone and in a changing batch.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 # Decoders with plain attention, which run on the paged backend. All others run on the aligned backend.
 PAGED = frozenset({
@@ -82,6 +82,25 @@ def unstated_quantization(names: Iterable[str]) -> str:
         f"the weights are quantized ({name}), but config.json has no quantization_config; take a revision that has one,"
         " or write that of quantize_config.json, with its quant_method, into config-override"
     )
+
+
+def scoring_fault(names: Sequence[str], labels: int) -> str:
+    """Return the reason why a model with these `architectures` cannot score pairs of texts; empty if it can.
+
+    `labels`: the outputs of its classification head.
+    """
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        return (
+            "task = rerank needs a cross-encoder (*ForSequenceClassification), but config.json names"
+            f" {', '.join(names) or 'no class'}; take a conversion of the model for sequence classification; with"
+            " task = embed it reranks by the angle between vectors"
+        )
+    if labels != 1:
+        return (
+            f"{names[0]} has {labels} labels; only heads with one label, a score, are supported"
+            " (task = embed serves the model below the head)"
+        )
+    return ""
 
 
 # Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to

@@ -258,6 +258,27 @@ def test_check_takes_the_method_of_quantized_weights_from_an_override(
     assert code == 0, out
 
 
+def test_check_reports_encoders_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    classifies = ["BertForSequenceClassification"]
+    write(tmp_path / "one", architectures=classifies, id2label={"0": "score"})
+    write(tmp_path / "two", architectures=classifies)
+    write(tmp_path / "three", architectures=classifies, id2label={"0": "a", "1": "b", "2": "c"})
+    words = write(tmp_path / "words", architectures=["Qwen3ForCausalLM"])
+    (words / "modules.json").write_text('[{"type": "sentence_transformers.base.modules.transformer.Transformer"}]')
+    (words / "sentence_bert_config.json").write_text('{"transformer_task": "text-generation"}')
+    sections = "".join(f"[{name}]\nmodel = {name}\n" for name in ("one", "two", "three", "words"))
+    further = "[below]\nmodel = three\ntask = embed\n[asked]\nmodel = words\ntask = rerank\n"
+    path = preset(tmp_path, sections + further + "[generates]\nmodel = words\ntask = generate\n")
+    code, out, _ = run(capsys, "check", path)
+    two, three, answers, asked, last = out.splitlines()
+    assert (code, last) == (1, "4 faults")
+    assert two.startswith(f"{path}:4: [two] BertForSequenceClassification has 2 labels; only heads with one label")
+    assert three.startswith(f"{path}:6: [three] BertForSequenceClassification has 3 labels; only heads with one label")
+    stated = f"{words}/sentence_bert_config.json has transformer_task 'text-generation', which cannot be served"
+    assert answers == f"{path}:8: [words] {stated}"
+    assert asked.startswith(f"{path}:13: [asked] task = rerank needs a cross-encoder")
+
+
 def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kinds = {
         "pairs": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]},

@@ -22,7 +22,7 @@ from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import sentence_transformers_config
 from worker.errors import StartError
 from worker.protocol import model_config, tekken
-from worker.protocol.architectures import GENERATES, VERIFIED, VISION
+from worker.protocol.architectures import GENERATES, VERIFIED, VISION, scoring_fault
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import is_of_tokenizer
@@ -295,19 +295,10 @@ def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
     has_head = any(name.endswith("ForSequenceClassification") for name in names)
     if options.task != "rerank" and (options.task != "auto" or not has_head):
         return False
-    if not has_head:
-        raise StartError(
-            "task = rerank needs a cross-encoder (*ForSequenceClassification), but config.json names"
-            f" {', '.join(names) or 'no class'}; take a conversion of the model for sequence classification; with"
-            " task = embed it reranks by the angle between vectors"
-        )
     if options.task == "auto" and sentence_transformers_config.has_pooling(Path(options.snapshot)):
         return False
-    if config.num_labels != 1:
-        raise StartError(
-            f"{names[0]} has {config.num_labels} labels; only heads with one label, a score, are supported"
-            " (task = embed serves the model below the head)"
-        )
+    if fault := scoring_fault(names, config.num_labels):
+        raise StartError(fault)
     return True
 
 
