@@ -79,8 +79,8 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
 
 
 def lacking_libraries(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
-    """Yield a warning for each model whose quantization needs a library that this interpreter lacks. Presets with an
-    interpreter of their own are skipped."""
+    """Yield a warning for each model whose quantization or tokenizer needs a library that this interpreter lacks.
+    Presets with an interpreter of their own are skipped."""
     for preset in loaded.presets.values():
         folder = _folder_of_model(preset, cache)
         method, *_ = quantization(checkpoint.json_object(Path(folder) / "config.json") if folder else {})
@@ -89,6 +89,22 @@ def lacking_libraries(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
         if library and not preset.python and importlib.util.find_spec(library) is None:
             message = f"quantization with {method} needs the library {library}, which {sys.executable} lacks: {command}"
             yield _problem(preset, "quantization" if "quantization" in preset.origins else "model", message)
+        tokenizer = preset.tokenizer or folder
+        has_tiktoken = preset.python or importlib.util.find_spec("tiktoken") is not None
+        if tokenizer and not has_tiktoken and _is_of_tiktoken(Path(tokenizer)):
+            message = f"{tokenizer}/tokenizer.model needs the library tiktoken, which {sys.executable} lacks"
+            yield _problem(preset, "tokenizer" if preset.tokenizer else "model", f"{message}: pip install tiktoken")
+
+
+def _is_of_tiktoken(folder: Path) -> bool:
+    """True if a folder has no tokenizer.json, and a tokenizer.model with lines of tiktoken: base64 and a number."""
+    try:
+        with (folder / "tokenizer.model").open("rb") as file:
+            first = file.readline(1000)
+    except OSError:
+        return False
+    has_other = (folder / "tokenizer.json").is_file()
+    return not has_other and re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n", first) is not None
 
 
 def _problem(preset: Preset, key: str, message: str, suggestion: str = "") -> Problem:

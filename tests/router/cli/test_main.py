@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -277,6 +278,20 @@ def test_check_reports_encoders_that_no_load_takes(capsys: pytest.CaptureFixture
     stated = f"{words}/sentence_bert_config.json has transformer_task 'text-generation', which cannot be served"
     assert answers == f"{path}:8: [words] {stated}"
     assert asked.startswith(f"{path}:13: [asked] task = rerank needs a cross-encoder")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tiktoken") is not None, reason="tiktoken is installed")
+def test_check_warns_of_a_tokenizer_whose_library_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, text in (("ranks", b"IQ== 0\nIg== 1\n"), ("pieces", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")):
+        (write(tmp_path / name) / "tokenizer.model").write_bytes(text)
+    path = preset(tmp_path, "[ranks]\nmodel = ranks\n[pieces]\nmodel = pieces\n")
+    code, out, _ = run(capsys, "check", path)
+    warning, last = out.splitlines()
+    assert (code, last) == (0, "2 models, no fault: ranks pieces")
+    needs = f"{tmp_path}/ranks/tokenizer.model needs the library tiktoken"
+    assert warning == f"warning: {path}:2: [ranks] {needs}, which {sys.executable} lacks: pip install tiktoken"
 
 
 def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
