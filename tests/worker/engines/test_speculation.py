@@ -317,9 +317,11 @@ class AnswerMasks(WorkThread):
     def __init__(self, work: GenerationLoop):
         super().__init__("grammar")
         self.work = work
+        self.jobs: list[Job[Any]] = []
 
     def submit(self, function: Any) -> Job[Any]:
         job = Job(function)
+        self.jobs.append(job)
         if any(choice.matcher is function.func.__self__ for choice in self.work._active):
             job.run()
         return job
@@ -335,9 +337,11 @@ async def test_drafts_and_their_late_masks_do_not_change_the_text_of_a_grammar(
     texts = [[*request.prompt, *choice.tokens] for (choice,) in expected]
     async with serving(speculating(llama)) as engine:
         drafter = drafting(engine, Letters(quality, texts), FixedLength(16))
+        masks = AnswerMasks(work_of(engine))
         if late:
-            engine._grammars._mask_threads = (AnswerMasks(work_of(engine)),) * 2
+            engine._grammars._mask_threads = (masks, masks)
         assert comparable(await answers(engine, [request])) == comparable(expected)
+    assert all(job.future.done() for job in masks.jobs), "late ones were dropped"
     assert drafter.drafted > 50
 
 

@@ -384,13 +384,14 @@ def test_a_mask_that_takes_too_long_fails_and_those_behind_it_are_computed() -> 
 
 def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_delay_the_caller() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
-    slow, usual = grammars.matcher(Grammar("regex", "ab")), grammars.matcher(Grammar("regex", "ab"))
+    slow, usual = grammars.matcher(Grammar("regex", "ab")), grammars.matcher(Grammar("regex", "(ab)"))
     expected = usual.of_choice()
     assert slow.allowed([66, 67]) == 2
     for token in (66, 67):
         release = threading.Event()
         grammars._mask_threads[1].submit(release.wait)
-        slow.is_slow = slow.has_been_slow = True
+        slow.is_slow = True
+        slow.lexer.slow.add(slow)
         assert slow.allowed([token]) == 0, "nothing is drafted"
         slow.take(token)
         assert not slow.is_over, "it has not taken the token"
@@ -402,6 +403,29 @@ def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_dela
         release.set()
         assert np.array_equal(late.future.result(DEADLINE), expected.next_mask(grammars.mask_bytes))
     assert slow.is_over
+    grammars.close()
+
+
+def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar() -> None:
+    """llguidance would wait, with the interpreter lock."""
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    first, second, usual = (grammars.matcher(Grammar("regex", regex)) for regex in ("abc", "abc", "(abc)"))
+    expected = usual.of_choice()
+    with first.lexer.lock:  # held while a mask is computed
+        assert second.allowed([66]) == 0
+        assert second.after_each([66]) == []
+        second.take(66)
+        second.take(67, is_last=True)
+    for token in (66, 67):
+        expected.take(token)
+    first.lexer.slow.add(first)
+    release = threading.Event()
+    grammars._mask_threads[1].submit(release.wait)
+    assert grammars.mask(usual).future.result(DEADLINE).any()
+    mask = grammars.mask(second)
+    assert not mask.future.done(), "it is computed behind the slow one"
+    release.set()
+    assert np.array_equal(mask.future.result(DEADLINE), expected.next_mask(grammars.mask_bytes))
     grammars.close()
 
 

@@ -12,7 +12,7 @@ Nothing here changes a sequence, so a launch can be repeated with a smaller batc
 """
 
 from collections.abc import Iterable, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +35,6 @@ from worker.engines.transformers.sample.sampler import (
     gather_likelihoods,
     uniform,
 )
-from worker.engines.transformers.sample.work_thread import Job
 from worker.engines.transformers.schedule import sequence as sequences
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import accepted
@@ -87,24 +86,30 @@ class PendingMasks:
 
     def __init__(self, grammars: Grammars | None, choosers: Iterable[tuple[Chooser, Sequence[int]]]):
         """`choosers`: with the tokens drafted for each, which its grammar allows. It gets one mask after each."""
-        self._jobs: dict[int, list[Job[Bits]]] = {}  # by sequence id
-        for chooser, drafted in choosers:
-            if grammars is not None and chooser.matcher is not None:
-                # All copies are made before a job uses the matcher.
-                matchers = [chooser.matcher, *chooser.matcher.after_each(drafted)]
-                self._jobs[chooser.sequence.id] = [grammars.mask(matcher) for matcher in matchers]
+        self._masks: dict[int, list[Future[Bits]]] = {}  # by sequence id
+        if grammars is None:
+            return
+        # All copies are made before a job uses the lexer that they share. Masks of missing ones are never there.
+        constrained = [
+            (chooser.sequence.id, [matcher, *matcher.after_each(drafted)], 1 + len(drafted))
+            for chooser, drafted in choosers
+            if (matcher := chooser.matcher) is not None
+        ]
+        for id, matchers, count in constrained:
+            masks = [grammars.mask(matcher).future for matcher in matchers]
+            self._masks[id] = [*masks, *(Future() for _ in range(count - len(masks)))]
 
     def constrains(self, chooser: Chooser) -> bool:
-        return chooser.sequence.id in self._jobs
+        return chooser.sequence.id in self._masks
 
     def is_late(self, chooser: Chooser) -> bool:
         """True if the mask of the next token is not there yet."""
-        return self.constrains(chooser) and not self._jobs[chooser.sequence.id][0].future.done()
+        return self.constrains(chooser) and not self._masks[chooser.sequence.id][0].done()
 
     def wait(self, device: torch.device, choosers: Sequence[Chooser], *, is_alone: bool) -> None:
         """Wait for late masks while `device` computes the logits. With `is_alone`, also until one of `choosers` can go
         on, for a short time."""
-        late = {self._jobs[chooser.sequence.id][0].future for chooser in choosers if self.is_late(chooser)}
+        late = {self._masks[chooser.sequence.id][0] for chooser in choosers if self.is_late(chooser)}
         if late and device.type == "cuda":
             computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             computed.record(torch.cuda.current_stream(device))
@@ -115,12 +120,18 @@ class PendingMasks:
 
     def bits(self, choosers: Iterable[Chooser]) -> Bits:
         """Masks of constrained choosers, in their order, uint8 `[masks, bytes]`. Late ones, of drafts, allow none."""
-        jobs = [job for chooser in choosers for job in self._jobs[chooser.sequence.id]]
-        bits = np.zeros((len(jobs), len(jobs[0].future.result())), np.uint8)
-        for row, job in zip(bits, jobs, strict=True):
-            if job.future.done():
-                row[:] = job.future.result()
+        masks = [mask for chooser in choosers for mask in self._masks[chooser.sequence.id]]
+        bits = np.zeros((len(masks), len(masks[0].result())), np.uint8)
+        for row, mask in zip(bits, masks, strict=True):
+            if mask.done():
+                row[:] = mask.result()
         return bits
+
+    def drop_drafts(self) -> None:
+        """Drop the masks of drafts that are not there yet. They would only delay those of answers."""
+        for _, *drafted in self._masks.values():
+            for mask in drafted:
+                mask.cancel()
 
 
 class LaunchedForward:
@@ -176,6 +187,7 @@ class LaunchedForward:
             is_whole = rows == list(range(len(logits)))
             used = logits if is_whole else logits[upload(rows, logits.device)]
             self._drawn = draw(used, samplings, masks, self._to_host)
+        pending_masks.drop_drafts()
         self._to_host.send()
         self._logits = None  # sampling overwrites them, and the device may reuse their memory
 

@@ -14,7 +14,7 @@ A grammar comes from a client, and some take a second per token. So its work is 
 
 No step waits for a mask while other sequences can go on. A sequence whose mask is late gets no token in that step. It
 sits out until the mask is there, and its newest token is then computed again (`loop.generation_loop`). Masks behind
-slow ones are not late: those of matchers that had a slow one are computed on a thread of their own.
+slow ones are not late: those of grammars that had a slow one are computed on a thread of their own.
 """
 
 import asyncio
@@ -25,8 +25,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,24 +96,46 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
     return GRAMMAR_BYTES + GRAMMAR_ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
 
 
+class Lexer:
+    """What all copies of a compiled grammar share, in llguidance.
+
+    It serves one of them at a time. The others wait, most calls even with the interpreter lock, so that all threads
+    would wait for a slow mask. So a copy takes a turn before such a call.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.slow: WeakSet[GrammarMatcher] = WeakSet()  # copies that had a slow mask
+
+    @contextmanager
+    def turn(self, most: float = 0.0) -> Iterator[bool]:
+        """True if it is free within `most` seconds."""
+        is_free = self.lock.acquire(timeout=most)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self.lock.release()
+
+
 class GrammarMatcher:
     """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either.
 
     While the job of its mask runs, nothing but `mask` and `field` may be used.
     """
 
-    def __init__(self, matcher: "LLMatcher", field: str):
+    def __init__(self, matcher: "LLMatcher", field: str, lexer: Lexer):
         """`field`: the request's field, for errors."""
-        self._matcher, self.field = matcher, field
+        self._matcher, self.field, self.lexer = matcher, field, lexer
         self.mask: Job[Bits] | None = None  # of the next token; None until it is asked for
         self.is_slow = False  # the last mask or draft took long, so the next token will
-        self.has_been_slow = False  # a mask took long: all later ones are computed among slow ones
         self._untaken: list[int] = []  # tokens that `next_mask` takes
+        self._is_complete = False  # the text before the next token of `mask` is complete
 
     def of_request(self, field: str) -> "GrammarMatcher":
         """A copy for another request, which names the grammar in `field`. At the same position, with the same mask."""
-        copy = GrammarMatcher(self._matcher.deep_copy(), field)
-        copy.mask = self.mask  # which may have been slow, but what it took is shared
+        copy = GrammarMatcher(self._matcher.deep_copy(), field, self.lexer)
+        copy.mask, copy._is_complete = self.mask, self._is_complete
         return copy
 
     def of_choice(self) -> "GrammarMatcher":
@@ -119,36 +143,44 @@ class GrammarMatcher:
         return self.of_request(self.field)
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """Number of leading tokens of `tokens`, a draft, that the grammar allows. 0 if it is slow."""
-        if self.is_slow:
-            return 0
-        begin = time.thread_time()
-        count = self._matcher.validate_tokens(list(tokens))
-        self.is_slow = time.thread_time() - begin > SLOW_SECONDS
-        return 0 if self.is_slow else count
+        """Number of leading tokens of `tokens`, a draft, that the grammar allows. 0 if it is slow, or another copy has
+        its turn."""
+        with self.lexer.turn() as is_free:
+            if self.is_slow or not is_free or not self._take_all():
+                return 0
+            begin = time.thread_time()
+            count = self._matcher.validate_tokens(list(tokens))
+            self.is_slow = time.thread_time() - begin > SLOW_SECONDS
+            return 0 if self.is_slow else count
 
-    def after_each(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
-        """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself."""
-        later = self._matcher
-        for token in tokens:
-            later = later.deep_copy()
-            later.consume_token(token)
-            yield GrammarMatcher(later, self.field)
+    def after_each(self, tokens: Sequence[int]) -> list["GrammarMatcher"]:
+        """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself. None of them if
+        another copy has its turn, or a job computes the mask."""
+        found: list[GrammarMatcher] = []
+        with self.lexer.turn() as is_free:
+            later = self._matcher
+            for token in tokens if is_free else ():
+                later = later.deep_copy()
+                later.consume_token(token)
+                found.append(GrammarMatcher(later, self.field, self.lexer))
+        return found
 
     def take(self, token: int, *, is_last: bool = False) -> None:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
         the token.
 
-        This may take as long as the mask that allowed the token. So a slow grammar takes it with the next mask.
-        `is_last`: no mask follows.
+        This may take as long as the mask that allowed the token. So a slow grammar takes it with the next mask, and so
+        does any while another copy has its turn. `is_last`: no mask follows.
         """
         self.mask = None
         self._untaken.append(token)
-        if (is_last or not self.is_slow) and not self._take_all():
-            raise self.error()
+        if is_last or not self.is_slow:
+            with self.lexer.turn(ALONE_SECONDS if is_last else 0.0) as is_free:
+                if is_free and not self._take_all():
+                    raise self.error()
 
     def _take_all(self) -> bool:
-        """Take the tokens that were left. False if the grammar does not allow them."""
+        """Take the tokens that were left, in a turn. False if the grammar does not allow them."""
         tokens, self._untaken = self._untaken, []
         return all(self._matcher.consume_token(token) for token in tokens)
 
@@ -161,27 +193,30 @@ class GrammarMatcher:
 
     @property
     def is_over(self) -> bool:
-        """True if the text is complete and nothing can follow it. False for a slow grammar: its next mask allows the
-        end only."""
+        """True if the text is complete and nothing can follow it. False while tokens are left for the next mask, which
+        allows the end only."""
         return not self._untaken and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def can_only_end(self, ends: Collection[int]) -> bool:
-        """True if the text is complete and only tokens of `ends` may follow."""
-        if self._matcher.is_error() or not self._matcher.is_accepting():
+        """True if the text before the next token of `mask` is complete and only tokens of `ends` may follow."""
+        if self.mask is None or not self._is_complete:
             return False
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        bits = np.unpackbits(self.mask.future.result(), bitorder="little")
         return set(np.nonzero(bits)[0].tolist()) <= set(ends)
 
     def next_mask(self, size: int) -> Bits:
         """Compute the mask of the next token, uint8 `[size]`. All zeros once the grammar has failed. On any thread."""
         begin = time.thread_time()
-        self._take_all()
         row = np.zeros(size, np.uint8)
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        with self.lexer.lock:
+            self._take_all()
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._is_complete = self._matcher.is_accepting()
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
         self.is_slow = time.thread_time() - begin > SLOW_SECONDS
-        self.has_been_slow = self.has_been_slow or self.is_slow
+        if self.is_slow:
+            self.lexer.slow.add(self)
         return row
 
     @property
@@ -316,7 +351,7 @@ class Grammars:
     def mask(self, matcher: GrammarMatcher) -> Job[Bits]:
         """The mask of the next token, which another thread computes. Asking again gives the same job."""
         if matcher.mask is None:
-            thread = self._mask_threads[matcher.has_been_slow]
+            thread = self._mask_threads[len(matcher.lexer.slow) > 0]
             matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes))
         return matcher.mask
 
@@ -361,11 +396,12 @@ class Grammars:
             verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
         )
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
-        compiled = GrammarMatcher(matcher, grammar.field)
+        compiled = GrammarMatcher(matcher, grammar.field, Lexer())
         if not matcher.is_error():
             # The first mask may take seconds. Copies have it, so no step has to wait for it.
             compiled.mask = Job(functools.partial(compiled.next_mask, self.mask_bytes))
             compiled.mask.run()
+            compiled.lexer.slow.clear()  # what it took is shared
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
         return compiled
