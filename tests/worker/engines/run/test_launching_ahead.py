@@ -384,6 +384,31 @@ async def test_a_sequence_sits_out_while_its_mask_is_late(
         assert await drive.collected(id) == await plain.collected(id)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_nan_of_a_sequence_that_ends_while_its_mask_is_late_is_erased(runner: Paged, ahead: bool) -> None:
+    pool, grammars = runner[0].pool, HeldGrammars()
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        for segment in batch:
+            if segment.sequence.id == 0 and grammars.holds:
+                assert segment.table is not None
+                ((position, _),) = segment.table.spans(segment.start, segment.end)
+                pool.values[0][position + 1] = float("nan")  # in the same block, at a position that is not written yet
+
+    drive = Drive(JournalRunner(runner[0], fault), runner[1], ahead=ahead, grammars=grammars)
+    stream = drive.ask(0, most=24)
+    drive.ask(1, most=24)
+    stream.choices[0].matcher = FakeMatcher()  # type: ignore[assignment]
+    drive.work.step()
+    grammars.holds = True
+    for _ in range(1 + ahead):
+        drive.work.step()
+    assert grammars.late
+    drive.work.cancel(stream)
+    drive.to_the_end()
+    assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
+
+
 # Waiting for a device
 
 

@@ -292,12 +292,14 @@ class GenerationLoop:
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
         # does not follow from the number of tokens.
-        late = len(step.late)
-        if len(results) + late == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
+        late = step.late
+        if len(results) + len(late) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
             self._backend.prefill_budget.learn(step.batch, seconds)
             if self._backend.drafter is not None:
                 tokens = sum(len(result.sampled) for result in results)
-                self._backend.drafter.learn(step.batch, tokens + late, seconds)
+                self._backend.drafter.learn(step.batch, tokens + len(late), seconds)
+        for segment in step.batch:
+            segment.sequence.is_unchecked = segment.sequence.id in late
         spoiled = set()
         for result in results:
             sequence = result.segment.sequence

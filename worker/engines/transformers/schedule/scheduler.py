@@ -179,7 +179,8 @@ class Scheduler:
         _, row = self._running.pop(sequence.id)
         if sequence.adapter is not None and self._slots is not None:
             self._slots.release(sequence.adapter.adapter)
-        self._capacity.release(row, is_corrupt=is_corrupt, is_checked=sequence.output_tokens > 0)
+        is_checked = sequence.output_tokens > 0 and not sequence.is_unchecked
+        self._capacity.release(row, is_corrupt=is_corrupt, is_checked=is_checked)
         self._freed_rows.append(row)
         self._following.pop(sequence.id, None)
         if sequence.group is not None and self._leaders.get(sequence.group) == sequence.id:

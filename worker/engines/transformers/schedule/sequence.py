@@ -65,6 +65,7 @@ class Sequence:
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     is_held: bool = False  # sits out of steps until its grammar mask is there
+    is_unchecked: bool = False  # its newest token was computed, but its logits were not read: they may be NaN
     preempted: bool = False  # has run before and was preempted
     preempted_for_memory: bool = False  # was preempted once because a step ran out of device memory
 
