@@ -339,14 +339,16 @@ async def test_a_grammar_that_takes_long_to_compile_holds_up_no_step(engine: Tra
     assert (await slow).finish == "length"
 
 
-BOMB = Grammar("gbnf", 'root ::= s\ns ::= s s | s s s | [a-z ] | ""', "ebnf")
+BOMB = Grammar("gbnf", 'root ::= s\ns ::= s s | s s s | s s s s s s | s s s s s s s s | [a-z ] | ""', "ebnf")
 
 
 async def test_an_answer_beside_a_grammar_bomb_is_complete_and_the_bomb_ends_alone(
     engine: TransformersEngine, model: Any
 ) -> None:
-    """Each mask of the bomb takes longer than the one before; the 60th would take half a second."""
-    bomb = complete_one(engine, PROMPT, grammar=BOMB, max_tokens=200, sampling=warm(1, ignore_eos=True))
+    """Each mask of the bomb takes longer than the one before; the 12th would take a quarter of a second."""
+    [long] = engine.tokenizer.encode(" worker", add_special_tokens=False)
+    always = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias={long: 100.0})
+    bomb = complete_one(engine, PROMPT, grammar=BOMB, max_tokens=200, sampling=always)
     held = complete_one(engine, PROMPT, grammar=Grammar("regex", "[ab]{30}"), max_tokens=40, sampling=warm(2))
     failed, free, short = await asyncio.gather(
         bomb, complete_one(engine, PROMPT, max_tokens=60), held, return_exceptions=True
