@@ -95,6 +95,7 @@ TINY = {
     "max_position_embeddings": 8192, "torch_dtype": "float32",
 }  # fmt: skip
 QUANTIZED = re.compile(r"(?:-q |quantize\s*=\s*)(awq|gptq|fp8)", re.IGNORECASE)
+RERANKS = re.compile("rerank|CrossEncoder")
 
 
 def build_world(folder: Path) -> None:
@@ -115,9 +116,13 @@ def build_world(folder: Path) -> None:
 
 
 def _write_config(given: tuple[str, ...]) -> None:
-    """Let the checkpoint of the model be quantized with the method that a row names. `router check` compares them."""
-    method = next((found[1] for text in given if (found := QUANTIZED.search(text))), "")
-    config = {**TINY, "quantization_config": {"quant_method": method, "bits": 4}} if method else TINY
+    """Make the model one that a row asks for, since `router check` compares them: quantized, or a cross-encoder."""
+    config: dict[str, Any] = dict(TINY)
+    for text in given:
+        if found := QUANTIZED.search(text):
+            config["quantization_config"] = {"quant_method": found[1], "bits": 4}
+        if RERANKS.search(text):
+            config.update(architectures=["LlamaForSequenceClassification"], id2label={"0": "score"})
     Path("tiny/config.json").write_text(json.dumps(config))
 
 
