@@ -436,7 +436,7 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
 
     def load(added: AddedModels) -> LoadedPresets:
         """The presets just read, at the first call; after that the current ones."""
-        return first.pop() if first else load_catalogue(parsed, models, os.environ, added, again=True)
+        return first.pop() if first else load_catalogue(parsed, models, os.environ, added)
 
     from router.cli.serve import run  # Imported late: it brings the HTTP server, which no other command needs.
 

@@ -44,17 +44,12 @@ ReadKeys = Callable[[], tuple[ApiKey, ...]]
 
 
 def load_catalogue(
-    settings: Settings,
-    model_flags: Mapping[str, str],
-    environ: Mapping[str, str],
-    added: AddedModels = NONE_ADDED,
-    *,
-    again: bool = False,
+    settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], added: AddedModels = NONE_ADDED
 ) -> LoadedPresets:
     """Return all models of a router. It may be called again at any time, for a reload.
 
-    `model_flags`: preset keys of the command line. `again`: the preset file has been read before, so it cannot be a
-    pipe, which would be empty or block. Nothing on disk raises an exception: what cannot be read is among the problems.
+    `model_flags`: preset keys of the command line. Nothing on disk raises an exception: what cannot be read is among
+    the problems.
     """
     warnings: list[Problem] = []
     problems: list[Problem] = []
@@ -69,13 +64,9 @@ def load_catalogue(
     path = Path(settings.models_preset) if settings.models_preset else None
     if settings.serves_demo:
         path = demo_preset()
-    text, fault = "", ""
+    text, fault = _text(path) if path else ("", "")
     if path and path.is_dir():
         fault = "is a folder; give it as --models-dir, or name an INI file"
-    elif path and again and os.path.exists(path) and not _is_file(path):
-        fault = "is a pipe or a device, which is read only once; name a file, so that it can be read again"
-    elif path:
-        text, fault = _text(path)
     file = settings.models_preset or (path.name if path else "")
     problems += [Problem(file, 0, "", "models-preset", fault)] if fault else []
     loaded = resolve.load(

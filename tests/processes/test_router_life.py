@@ -227,16 +227,6 @@ async def test_the_log_line_about_a_file_of_something_else_is_short(tmp_path: Pa
         assert line.endswith("; and 280 more")
 
 
-async def test_a_reload_of_a_preset_file_that_became_a_pipe_is_an_error_and_does_not_wait(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        file.unlink()
-        os.mkfifo(file)
-        response = await up.client.post("/router/reload")
-        assert error_of(response) == (500, "preset_invalid")
-        assert "is a pipe or a device, which is read only once" in response.json()["error"]["message"]
-
-
 async def test_a_file_that_is_emptied_before_it_is_written_unloads_no_model(tmp_path: Path) -> None:
     """Some editors write a file so. The hangup comes in between."""
     file = presets(tmp_path, {"a": {}})

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,12 @@ def cached(cache: Path, repo: str, commit: str = COMMIT, ref: str = "main") -> P
     return links
 
 
-def read(*, again: bool = False, **rest: str) -> LoadedPresets:
+def read(**rest: str) -> LoadedPresets:
     """The catalogue of these settings (flags with `_`), without a hub cache unless one is named."""
     given = {name.replace("_", "-"): value for name, value in rest.items() if name != "cache"}
     found, problems = parse(given, {"HF_HUB_CACHE": rest.get("cache", "/nowhere")})
     assert not problems
-    return load_catalogue(found, {}, {}, again=again)
+    return load_catalogue(found, {}, {})
 
 
 def lines(loaded: LoadedPresets) -> tuple[list[str], list[str]]:
@@ -258,17 +257,6 @@ def test_a_preset_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes
     if content is not None:
         path.write_bytes(content)
     assert lines(read(models_preset=str(path))) == ([f"{path}: {message}"], [])
-
-
-def test_a_preset_file_that_is_a_pipe_is_read_at_the_start_only(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    with ThreadPoolExecutor() as pool:
-        written = pool.submit(path.write_text, "[a]\nmodel = demo:a\n")
-        assert list(read(models_preset=str(path)).presets) == ["a"]
-        written.result()
-    message = "is a pipe or a device, which is read only once; name a file, so that it can be read again"
-    assert lines(read(models_preset=str(path), again=True)) == ([f"{path}: {message}"], [])
 
 
 def test_the_built_in_models_are_listed_where_they_are_asked_for() -> None:
