@@ -281,16 +281,16 @@ async def _wait_for_workers(registry: Registry, id: str, count: _WorkerCount) ->
         return
     await registry.shared_workers.load(id)
     mark = registry.events.last_id
-    if _are_ready(registry, id, model, count.least):
+    if _start_next(registry, id, model, count.least):
         return
     async for event in registry.events.follow(mark):
-        if event.kind in ("state", "plan", "config") and _are_ready(registry, id, model, count.least):
+        if event.kind in ("state", "plan", "config") and _start_next(registry, id, model, count.least):
             return
 
 
-def _are_ready(registry: Registry, id: str, model: Model, least: int) -> bool:
-    """Return whether `least` workers are ready, or another call or a reload has changed the model or its least number.
-    Else start one more, unless one is starting. Raises DoesNotFit, Draining."""
+def _start_next(registry: Registry, id: str, model: Model, least: int) -> bool:
+    """Start one more worker, unless one is starting. Return True if none is left to start: `least` are ready, or
+    another call or a reload has changed the model or its least number. Raises DoesNotFit, Draining."""
     listed = registry.shared_workers.listed.get(id)
     is_changed = listed is None or listed.model is not model or model.preset.replicas[0] < least
     if is_changed or _ready(model) >= least:
@@ -305,7 +305,7 @@ def _are_ready(registry: Registry, id: str, model: Model, least: int) -> bool:
             f"{id} runs {_ready(model)} of {least} workers; there is no memory for more. They start when"
             " memory becomes free"
         )
-    registry.fleet.ensure_loaded(model.preset.id)  # is a use of the model: without one, no extra worker starts
+    registry.fleet.ensure_loaded(model.preset.id)  # counts as a use: a model without one gets no extra worker
     return False
 
 

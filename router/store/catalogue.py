@@ -338,7 +338,8 @@ def _cache(folder: str) -> list[FoundModel]:
 
 
 def reference_files(folder: Path) -> list[Path]:
-    """Return the files in `refs` of a repository's folder. A name with a dot is one that a killed download has left."""
+    """Return the files in `refs` of a repository's folder. A name that begins with a dot is no revision: a killed
+    download leaves such a file."""
     return [path for path in (folder / "refs").rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 

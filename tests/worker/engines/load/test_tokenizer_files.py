@@ -80,7 +80,7 @@ CHATS = {
     "v13": f"{OFFERED}{CALLED}",
     "v15": f"{OFFERED}{SETTINGS}{CALLED}",
 }
-"""What mistral-common 1.13.1 writes for MESSAGES with TOOLS, after the system message, by version of the tokenizer."""
+"""The text that mistral-common 1.13.1 writes for MESSAGES with TOOLS behind the system message, by version."""
 
 
 def write_tekken(folder: Path, version: str = "v13") -> None:

@@ -89,7 +89,8 @@ class PendingMasks:
         self._masks: dict[int, list[Future[Bits]]] = {}  # by sequence id
         if grammars is None:
             return
-        # All copies are made before a job uses the lexer that they share. Masks of missing ones are never there.
+        # All copies are made before a job uses the lexer that they share. Masks of copies that could not be made are
+        # never there.
         constrained = [
             (chooser.sequence.id, [matcher, *matcher.after_each(drafted)], 1 + len(drafted))
             for chooser, drafted in choosers

@@ -97,10 +97,10 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
 
 
 class Lexer:
-    """What all copies of a compiled grammar share, in llguidance.
+    """The lexer of a compiled grammar in llguidance, which all copies of the matcher share.
 
-    It serves one of them at a time. The others wait, most calls even with the interpreter lock, so that all threads
-    would wait for a slow mask. So a copy takes a turn before such a call.
+    A call locks it. Most calls that wait for this lock hold the interpreter lock meanwhile, so a slow mask would stop
+    all threads. So a copy calls llguidance only while it has the turn.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Lexer:
 
     @contextmanager
     def turn(self, most: float = 0.0) -> Iterator[bool]:
-        """True if it is free within `most` seconds."""
+        """Take the turn if it is free within `most` seconds. Yields whether it was."""
         is_free = self.lock.acquire(timeout=most)
         try:
             yield is_free
