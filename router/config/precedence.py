@@ -180,16 +180,16 @@ class SettingReader:
             self._environ,
             key=lambda name: (order.get(name[: name.find("_") + 1], 3), not name.startswith(NEGATIVE), name),
         ):
+            meant = batching.get(name, name)
             spelling = None
             if name in BY_VARIABLE:
                 self._check_option(name)
-            elif self._environ[name]:
+            elif self._environ[name] and meant:
                 is_ours = name.startswith(preset_keys.PREFIXES) and name not in CLIENT_VARIABLES
-                spelling = preset_keys.find(name) if is_ours or name in preset_keys.VARIABLES else None
+                spelling = preset_keys.find(meant) if is_ours or name in preset_keys.VARIABLES else None
                 if is_ours and spelling is None:
                     self._unknown_variable(name)
-            meant = batching.get(name, name)
-            if spelling is None or not meant:
+            if spelling is None:
                 continue
             place = Problem(name, 0, "", name, "")
             text = self._environ[name]
@@ -209,8 +209,13 @@ class SettingReader:
                                   " write a section in a file for --models-preset")  # fmt: skip
                 continue
             for meaning, value in self._spelled(meant, text, place):
-                if meaning is not spelling and (before := layer.get(meaning.canonical)):  # rolling_batch = disable
-                    self._warn(before.place, f"has no effect beside {name}; remove one of the two")
+                is_other = meaning.option is not spelling.option  # rolling_batch = disable
+                if is_other and (before := layer.get(meaning.canonical)):
+                    counts = before.place.key.startswith(("ROUTER_", "LLAMA_"))
+                    unread, other = (place, before.place.key) if counts else (before.place, name)
+                    self._warn(unread, f"has no effect beside {other}; remove one of the two")
+                    if counts:
+                        continue
                 self._add(layer, meaning, value, place, ENVIRONMENT)
                 texts[meaning.canonical] = stated
         return layer

@@ -375,12 +375,35 @@ def test_flags_win_over_sections_over_defaults_over_the_environment() -> None:
     assert origins["model"] == "models.ini:6"
 
 
-def test_the_routers_variable_wins_over_llama_servers_and_that_over_lmis() -> None:
-    names = ["ROUTER_PARALLEL", "LLAMA_ARG_N_PARALLEL", "OPTION_MAX_ROLLING_BATCH_SIZE", "MAX_BATCH_SIZE"]
+@pytest.mark.parametrize(
+    ("names", "beside"),
+    [
+        (["OPTION_MAX_ROLLING_BATCH_SIZE", "MAX_BATCH_SIZE"], {}),
+        (["OPTION_BATCH_SIZE", "SERVING_BATCH_SIZE"], {"OPTION_ROLLING_BATCH": "disable"}),
+    ],
+)
+def test_the_routers_variable_wins_over_llama_servers_and_that_over_lmis(
+    names: list[str], beside: dict[str, str]
+) -> None:
+    names = ["ROUTER_PARALLEL", "LLAMA_ARG_N_PARALLEL", *names]
     for first in range(len(names)):
-        environ = {name: str(names.index(name) + 1) for name in names[first:]}
-        preset = one("", environ=environ)
-        assert preset.parallel == first + 1
+        environ = beside | {name: str(names.index(name) + 1) for name in names[first:]}
+        assert one("", environ=environ).parallel == first + 1
+        unread = [f"{name}: has no effect beside {names[first]}; remove one of the two" for name in names[first + 1 :]]
+        assert warnings("[m]\nmodel = demo:a", environ=environ) == unread
+
+
+@pytest.mark.parametrize("name", ["ROUTER_PARALLEL", "LLAMA_ARG_N_PARALLEL"])
+def test_a_variable_of_the_router_or_llama_server_wins_over_lmis_way_to_batch(name: str) -> None:
+    environ = {name: "2", "OPTION_ROLLING_BATCH": "disable"}
+    assert one("", environ=environ).parallel == 2
+    (warning,) = warnings("[m]\nmodel = demo:a", environ=environ)
+    assert warning == f"OPTION_ROLLING_BATCH: has no effect beside {name}; remove one of the two"
+
+
+def test_variables_that_complete_each_other_cause_no_warning() -> None:
+    environ = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}
+    assert warnings("[m]\nmodel = demo:a", environ=environ) == []
 
 
 def test_variables_of_the_router_itself_are_left_to_it() -> None:
