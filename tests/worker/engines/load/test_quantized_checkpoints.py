@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
 import pytest
+import safetensors.torch
 import torch
 
 from router.config.presets import Preset
@@ -53,6 +54,18 @@ async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(
         async with serving(load(each, parallel=2, ctx_size=64, dtype="float32", **split)) as engine:
             reported.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
     assert reported[0] == reported[1] == reported[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantized_checkpoint_without_a_tensor_is_refused(tmp_path: Path, method: str) -> None:
+    """transformers would draw it at random."""
+    folder = quantized_snapshots.make(method, tmp_path / "m")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    layer = "layers.1.mlp.experts" if method == "mxfp4" else "layers.1.mlp.up_proj"
+    kept = {name: tensor for name, tensor in tensors.items() if layer not in name}
+    safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=rf"the files lack what \w+ needs: .*{layer}"):
+        load(folder, parallel=2, ctx_size=64, dtype="float32")
 
 
 def test_a_split_model_is_loaded_onto_its_devices_without_hooks_of_accelerate(

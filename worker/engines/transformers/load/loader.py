@@ -5,7 +5,7 @@ they must be converted. Whatever prevents a load is a StartError with the way ou
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -283,7 +283,8 @@ class WeightLoad:
         if self.split is not None:
             with torch.device("meta"):
                 devices = layer_split.device_map(self.cls._from_config(self.config, dtype=dtype), self.split)
-        model = quantization.load(self.cls, self.options, self.config, devices, dtype, files)
+        model, missing = quantization.load(self.cls, self.options, self.config, devices, dtype, files)
+        _check_complete(self.cls, missing, self.embeds)
         if self.split is not None:
             layer_split.place(model, self.split)
         _release_unused(files, model)
@@ -417,16 +418,19 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
     for name, stored, expected in sorted(info["mismatched_keys"]):
         shapes = f"{list(stored)} in the file, {list(expected)} by config.json"
         raise StartError(f"the weights do not fit {cls.__name__}: {name} is {shapes}")
-    missing = sorted(
-        name for name in info["missing_keys"] if not (embeds and any(part in name for part in _UNUSED_IN_EMBEDDERS))
-    )
-    if missing:
-        what = missing[0] if len(missing) == 1 else f"{len(missing)} tensors, for example {missing[0]}"
+    _check_complete(cls, info["missing_keys"], embeds)
+    return model
+
+
+def _check_complete(cls: Any, missing: Iterable[str], embeds: bool) -> None:
+    """Raise StartError if the model needs a tensor that the files lack. transformers would draw it at random."""
+    needed = sorted(name for name in missing if not (embeds and any(part in name for part in _UNUSED_IN_EMBEDDERS)))
+    if needed:
+        what = needed[0] if len(needed) == 1 else f"{len(needed)} tensors, for example {needed[0]}"
         raise StartError(
             f"the files lack what {cls.__name__} needs: {what}; fetch the snapshot again, or one whose config.json is"
             " that of its weights"
         )
-    return model
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from worker.protocol.architectures import (
     DEQUANTIZED_WITHOUT,
     FUSED_GROUPS,
     LIBRARIES,
+    SCALE,
     USUAL_GROUP,
 )
 from worker.protocol.argv import ModelOptions
@@ -136,8 +137,11 @@ def load(
     devices: Mapping[str, torch.device],
     dtype: torch.dtype,
     files: Sequence[safetensors.WeightFile],
-) -> Any:
-    """Load the model with transformers. `devices`: by names of modules, "" for the whole model. Raises StartError."""
+) -> tuple[Any, list[str]]:
+    """Load the model with transformers. Return it and the names of tensors that are not in the files.
+
+    `devices`: by names of modules, "" for the whole model. Raises StartError.
+    """
     device = next(iter(devices.values()))
     found = method(options, config)
     if found == "bitsandbytes":  # it logs a conversion for each layer in each step
@@ -158,7 +162,9 @@ def load(
         config = copy.deepcopy(config)  # the default backend picks kernels without support for these groups or bits
         config.quantization_config = {**settings, "backend": "torch"}
     try:
-        model = cls.from_pretrained(source, config=config, dtype=dtype, device_map=dict(devices), **given)
+        model, info = cls.from_pretrained(
+            source, config=config, dtype=dtype, device_map=dict(devices), output_loading_info=True, **given
+        )
     except (ImportError, ValueError, RuntimeError) as error:
         if cuda_errors.is_exhausted(error):
             raise
@@ -168,7 +174,8 @@ def load(
     remove_hook_from_submodules(model)  # accelerate's, of a model on several devices, which has those of `layer_split`
     if settings and dequantizes(found, device):
         _unify(model, dtype)
-    return model
+    # Without scales and the like: libraries add some that no file has.
+    return model, [name for name in info["missing_keys"] if not SCALE.search(name)]
 
 
 def _tensors(files: Sequence[safetensors.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
