@@ -30,7 +30,7 @@ from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.architectures import LIBRARIES, scoring_fault
-from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
+from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
 from worker.protocol.snapshot_files import is_of_tokenizer
 from worker.protocol.vocabulary import vocabulary_fault
 
@@ -83,7 +83,7 @@ def lacking_libraries(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     Presets with an interpreter of their own are skipped."""
     for preset in loaded.presets.values():
         folder = _folder_of_model(preset, cache)
-        method, *_ = quantization(checkpoint.json_object(Path(folder) / "config.json") if folder else {})
+        method, *_ = _quantization(folder) if folder else ("",)
         method = method or preset.quantization
         library, command = LIBRARIES.get("bitsandbytes" if method.startswith("bnb-") else method, ("", ""))
         if library and not preset.python and importlib.util.find_spec(library) is None:
@@ -154,9 +154,14 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
         return " ".join(str(error).split())
 
 
+def _quantization(folder: str) -> tuple[str, int, int]:
+    """Return the method in config.json, as `checkpoint_facts.quantization`."""
+    return quantization(with_quantization(checkpoint.json_object(Path(folder) / "config.json")))
+
+
 def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:
     """Yield a problem if the method of the checkpoint is not supported, or is another one than the preset states."""
-    method, bits, group = quantization(checkpoint.json_object(Path(folder) / "config.json"))
+    method, bits, group = _quantization(folder)
     try:
         check_quantization(Checkpoint(quantization=method, bits=bits, group=group), preset, on_host=False)
     except WrongQuantization as error:

@@ -32,7 +32,7 @@ from router.memory.checkpoint_facts import (
 )
 from worker.protocol import pickled_weights, tekken
 from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION, unstated_quantization
-from worker.protocol.model_config import apply_rope, merge
+from worker.protocol.model_config import apply_rope, merge, with_quantization
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import (
     ADAPTER_FILES,
@@ -258,7 +258,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
 def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
-    config = read_json(folder / "config.json")
+    config = with_quantization(read_json(folder / "config.json"))
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:

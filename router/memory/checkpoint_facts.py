@@ -476,7 +476,7 @@ def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
 def quantization(config: Mapping[str, Any]) -> tuple[str, int, int]:
     """Return the method, its bits, and the inputs that share a scale (gptq and awq; -1: all of a layer; 0: not
     stated). Without quantization: "", 0, 0."""
-    stated = config.get("quantization_config") or config.get("compression_config")
+    stated = config.get("quantization_config")
     if not isinstance(stated, dict) or not stated:
         return "", 0, 0
     # Old files of bitsandbytes do not name the method.

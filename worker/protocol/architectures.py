@@ -79,8 +79,9 @@ def unstated_quantization(names: Iterable[str]) -> str:
     """
     name = next(filter(_QUANTIZED.search, names), "")
     return name and (
-        f"the weights are quantized ({name}), but config.json has no quantization_config; take a revision that has one,"
-        " or write that of quantize_config.json, with its quant_method, into config-override"
+        f"the weights are quantized ({name}), but config.json has no quantization_config at its top level; take a"
+        " revision that has one, or write that of text_config or quantize_config.json, with its quant_method, into"
+        " config-override"
     )
 
 

@@ -1,4 +1,5 @@
-"""config.json with the changes of a preset: `config-override`, and the RoPE keys of llama-server and EricLLM. PURE.
+"""config.json: where it states the quantization, and the changes of a preset: `config-override`, and the RoPE keys of
+llama-server and EricLLM. PURE.
 
 transformers 5 writes the rotation of positions into `rope_parameters`. Older checkpoints have `rope_theta` and
 `rope_scaling` beside other members. A checkpoint that rotates kinds of layers differently has one object for each kind;
@@ -27,6 +28,18 @@ _REPLACEABLE = ("default", "linear", "dynamic", "yarn")  # kinds of scaling that
 _STATES_PRODUCT = "gemma3"  # in the type of a model whose config states the longest sequence after linear scaling
 _BETAS = {"yarn-beta-fast": "beta_fast", "yarn-beta-slow": "beta_slow"}
 _OF_YARN = ("yarn-orig-ctx", "yarn-attn-factor", *_BETAS)
+
+
+def with_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with its quantization in `quantization_config`, the only place that transformers reads.
+
+    compressed-tensors first wrote `compression_config`. A quantization in the config of the language model is not
+    taken: for transformers it would be that of the vision tower, too.
+    """
+    compressed = config.get("compression_config")
+    if config.get("quantization_config") or not isinstance(compressed, dict) or not compressed:
+        return dict(config)
+    return {**config, "quantization_config": {"quant_method": "compressed-tensors", **compressed}}
 
 
 def merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:

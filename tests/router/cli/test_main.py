@@ -235,16 +235,18 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
 
 def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     foreign = write(tmp_path / "foreign", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    old = write(tmp_path / "old", compression_config={"quant_method": "sparseml"})
     plain = write(tmp_path / "plain")
     text = f"[a]\nmodel = {foreign}\n[b]\nmodel = {plain}\nquantization = awq\n[c]\nmodel = {plain}\n"
-    path = preset(tmp_path, f"{text}quantization = bnb-4bit\n")
+    path = preset(tmp_path, f"{text}quantization = bnb-4bit\n[d]\nmodel = {old}\n")
     code, out, _ = run(capsys, "check", path)
-    first, second = (line for line in out.splitlines() if line.startswith(path))
+    first, second, third = (line for line in out.splitlines() if line.startswith(path))
     assert code == 1
     assert first.startswith(
         f"{path}:2: [a] the checkpoint is quantized with modelopt, which this version cannot load; take"
     )
     assert second == (f"{path}:5: [b] quantization = awq, but the checkpoint is not quantized; leave the key out")
+    assert third.startswith(f"{path}:10: [d] the checkpoint is quantized with sparseml, which this version cannot load")
 
 
 def test_check_takes_the_method_of_quantized_weights_from_an_override(

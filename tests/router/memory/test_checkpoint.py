@@ -208,10 +208,17 @@ def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> Non
 
 def test_quantized_weights_without_a_method_are_refused(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, tensors={**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])})
-    with pytest.raises(UnknownCheckpoint, match=r"mlp\.qweight\), but config.json has no quantization_config; take"):
+    with pytest.raises(UnknownCheckpoint, match=r"mlp\.qweight\), but config.json has no quantization_config at its"):
         read(folder)
     override = '{"quantization_config": {"quant_method": "gptq", "bits": 4}}'
     assert read(folder, override=override).quantization == "gptq"
+
+
+def test_compression_config_is_quantization_config(tmp_path: Path) -> None:
+    """The name that compressed-tensors wrote first, without the method."""
+    stated = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    facts = read(snapshot(tmp_path, compression_config=stated), override='{"quantization_config": {"ignore": []}}')
+    assert (facts.quantization, facts.bits) == ("compressed-tensors", 4)
 
 
 def test_quantized_weights_have_stored_bytes_and_dequantized_parameters(tmp_path: Path) -> None:

@@ -56,6 +56,20 @@ async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(
     assert reported[0] == reported[1] == reported[2]
 
 
+@pytest.mark.parametrize("method", [_method("pack-quantized")])
+async def test_a_checkpoint_with_a_compression_config_is_dequantized(tmp_path: Path, method: str) -> None:
+    """The name that compressed-tensors wrote first."""
+    folder = quantized_snapshots.make(method, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    reported = []
+    for each in (quantized_snapshots.plain(folder), folder):
+        async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
+            reported.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
+    assert reported[0] == reported[1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantized_checkpoint_without_a_tensor_is_refused(tmp_path: Path, method: str) -> None:
     """transformers would draw it at random."""
@@ -119,12 +133,13 @@ def held_bytes(model: torch.nn.Module) -> int:
         ({"quant_method": "brand-new"}, ["'brand-new'", "cannot load", "not quantized"]),
     ],
 )
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_an_unsupported_quantization_is_rejected_before_any_read(
-    tmp_path: Path, said: dict[str, Any], words: list[str]
+    tmp_path: Path, key: str, said: dict[str, Any], words: list[str]
 ) -> None:
     folder = quantized_snapshots.make("fp8", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}), "utf-8")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None, key: said}), "utf-8")
     chosen = Estimate(snapshot=str(folder))
     module, _ = LIBRARIES.get(str(said["quant_method"]), ("", ""))
     if module and importlib.util.find_spec(module):

@@ -99,6 +99,7 @@ def load_config(options: ModelOptions) -> Any:
         raise StartError(
             f"{path} is damaged: {cuda_errors.one_line(error)}; download it again", Exit.DAMAGED
         ) from error
+    stored = model_config.with_quantization(stored)
     override = _object(options.config_override, "config-override")
     merged = model_config.merge(stored, override)
     kind = str(merged.get("model_type", ""))
@@ -211,6 +212,8 @@ def _remote_config(options: ModelOptions, merged: dict[str, Any], kind: str) -> 
         )
     for key, value in _object(options.config_override, "config-override").items():
         setattr(config, key, value)  # the snapshot's code may read members that its config does not state
+    if merged.get("quantization_config"):
+        config.quantization_config = merged["quantization_config"]
     return config
 
 
