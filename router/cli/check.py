@@ -31,7 +31,7 @@ from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.architectures import LIBRARIES, scoring_fault
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
-from worker.protocol.snapshot_files import is_of_tokenizer
+from worker.protocol.snapshot_files import QUANTIZE_CONFIG, is_of_tokenizer
 from worker.protocol.vocabulary import vocabulary_fault
 
 
@@ -155,8 +155,9 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
 
 
 def _quantization(folder: str) -> tuple[str, int, int]:
-    """Return the method in config.json, as `checkpoint_facts.quantization`."""
-    return quantization(with_quantization(checkpoint.json_object(Path(folder) / "config.json")))
+    """Return the method in the files of a model, as `checkpoint_facts.quantization`."""
+    config, beside = (checkpoint.json_object(Path(folder) / name) for name in ("config.json", QUANTIZE_CONFIG))
+    return quantization(with_quantization(config, beside))
 
 
 def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:

@@ -39,6 +39,7 @@ from worker.protocol.snapshot_files import (
     INDEX,
     MAX_HEADER_BYTES,
     NO_GGUF,
+    QUANTIZE_CONFIG,
     WEIGHTS,
     is_below,
     shard_names,
@@ -258,9 +259,10 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
 def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
-    config = with_quantization(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
+    config = with_quantization(config, json_object(folder / QUANTIZE_CONFIG))
     try:
         config = merge(config, json.loads(override)) if override else config
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -79,8 +79,8 @@ def unstated_quantization(names: Iterable[str]) -> str:
     """
     name = next(filter(_QUANTIZED.search, names), "")
     return name and (
-        f"the weights are quantized ({name}), but config.json has no quantization_config at its top level; take a"
-        " revision that has one, or write that of text_config or quantize_config.json, with its quant_method, into"
+        f"the weights are quantized ({name}), but config.json has no quantization_config at its top level, and there is"
+        " no quantize_config.json; take a revision that has one, or write it, with its quant_method, into"
         " config-override"
     )
 

@@ -30,16 +30,21 @@ _BETAS = {"yarn-beta-fast": "beta_fast", "yarn-beta-slow": "beta_slow"}
 _OF_YARN = ("yarn-orig-ctx", "yarn-attn-factor", *_BETAS)
 
 
-def with_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with its quantization in `quantization_config`, the only place that transformers reads.
+def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the quantization in `quantization_config`, the only place that transformers reads.
 
-    compressed-tensors first wrote `compression_config`. A quantization in the config of the language model is not
+    compressed-tensors first wrote `compression_config`. `beside`: the content of quantize_config.json, which counts if
+    config.json states no quantization, as in gptqmodel. A quantization in the config of the language model is not
     taken: for transformers it would be that of the vision tower, too.
     """
-    compressed = config.get("compression_config")
-    if config.get("quantization_config") or not isinstance(compressed, dict) or not compressed:
+    if config.get("quantization_config"):
         return dict(config)
-    return {**config, "quantization_config": {"quant_method": "compressed-tensors", **compressed}}
+    stated, method = config.get("compression_config"), "compressed-tensors"
+    if not stated:
+        stated, method = beside, "gptq"
+    if not isinstance(stated, Mapping) or not stated:
+        return dict(config)
+    return {**config, "quantization_config": {"quant_method": method, **stated}}
 
 
 def merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 # The file of a model's weights, and the index if there are several files.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUANTIZE_CONFIG = "quantize_config.json"  # of AutoGPTQ: the quantization, where config.json does not state it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of the reference implementation
 # The files that PEFT writes for an adapter; no others are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -249,7 +249,7 @@ def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFix
     assert third.startswith(f"{path}:10: [d] the checkpoint is quantized with sparseml, which this version cannot load")
 
 
-def test_check_takes_the_method_of_quantized_weights_from_an_override(
+def test_check_takes_the_method_of_quantized_weights_from_an_override_or_quantize_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m")
@@ -258,6 +258,9 @@ def test_check_takes_the_method_of_quantized_weights_from_an_override(
     assert "config.json has no quantization_config" in run(capsys, "check", preset(tmp_path, text))[1]
     override = 'config-override = {"quantization_config": {"quant_method": "gptq", "bits": 4}}\n'
     code, out, _ = run(capsys, "check", preset(tmp_path, text + override))
+    assert code == 0, out
+    (folder / "quantize_config.json").write_text('{"bits": 4}')
+    code, out, _ = run(capsys, "check", preset(tmp_path, f"{text}quantization = gptq\n"))
     assert code == 0, out
 
 

@@ -214,6 +214,18 @@ def test_quantized_weights_without_a_method_are_refused(tmp_path: Path) -> None:
     assert read(folder, override=override).quantization == "gptq"
 
 
+def test_quantize_config_json_counts_where_config_json_states_no_quantization(tmp_path: Path) -> None:
+    """As in checkpoints of AutoGPTQ, without the method."""
+    folder = snapshot(tmp_path, tensors={**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])})
+    (folder / "quantize_config.json").write_text('{"bits": 8, "group_size": 64}')
+    facts = read(folder)
+    assert (facts.quantization, facts.bits, facts.group) == ("gptq", 8, 64)
+    override = '{"quantization_config": {"quant_method": "awq"}}'
+    assert read(folder, override=override).quantization == "awq"
+    stated = {"quant_method": "gptq", "bits": 4}
+    assert read(snapshot(tmp_path, tensors=TENSORS, quantization_config=stated)).bits == 4
+
+
 def test_compression_config_is_quantization_config(tmp_path: Path) -> None:
     """The name that compressed-tensors wrote first, without the method."""
     stated = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}

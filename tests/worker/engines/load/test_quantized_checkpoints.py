@@ -56,13 +56,21 @@ async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(
     assert reported[0] == reported[1] == reported[2]
 
 
-@pytest.mark.parametrize("method", [_method("pack-quantized")])
-async def test_a_checkpoint_with_a_compression_config_is_dequantized(tmp_path: Path, method: str) -> None:
-    """The name that compressed-tensors wrote first."""
+@pytest.mark.parametrize("method", [_method("pack-quantized"), _method("gptq")])
+async def test_a_checkpoint_that_states_its_quantization_elsewhere_is_loaded_alike(tmp_path: Path, method: str) -> None:
+    """As compressed-tensors wrote it first, and as AutoGPTQ did, which does not name its method."""
     folder = quantized_snapshots.make(method, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["compression_config"] = config.pop("quantization_config")
+    before = estimate.estimate(Estimate(snapshot=str(folder), ctx_size=64))
+    stated = config.pop("quantization_config")
+    if method == "gptq":
+        del stated["quant_method"]
+        stated |= {"model_name_or_path": None, "model_file_base_name": "model", "true_sequential": True}
+        (folder / "quantize_config.json").write_text(json.dumps(stated), "utf-8")
+    else:
+        config["compression_config"] = stated
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    assert estimate.estimate(Estimate(snapshot=str(folder), ctx_size=64)).weights == before.weights
     reported = []
     for each in (quantized_snapshots.plain(folder), folder):
         async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
