@@ -57,7 +57,9 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
         try:
             if preset.path:
                 needs_weights = preset.load_format != "dummy"
-                facts = checkpoint.read(Path(folder), override=preset.config_override, needs_weights=needs_weights)
+                facts = checkpoint.read(
+                    Path(folder), override=preset.config_override, needs_weights=needs_weights, task=preset.task
+                )
                 if not (preset.config_override or preset.rope):  # which change the model's maximum
                     effective_ctx(facts, preset)
                 if not preset.tokenizer and not any(map(is_of_tokenizer, os.listdir(folder))):

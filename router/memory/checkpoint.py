@@ -77,13 +77,18 @@ _Tensor = tuple[str, tuple[int, ...], int]  # stored dtype, shape, bytes
 
 
 def read(
-    folder: Path, *, override: str = "", rope: Mapping[str, Any] | None = None, needs_weights: bool = True
+    folder: Path,
+    *,
+    override: str = "",
+    rope: Mapping[str, Any] | None = None,
+    needs_weights: bool = True,
+    task: str = "auto",
 ) -> Checkpoint:
     """Return the facts of the snapshot in `folder`. Blocks on the disk.
 
-    `override`: JSON object that is merged into config.json; `rope`: RoPE keys of the preset. Without `needs_weights`
-    (random weights), a folder without safetensors files counts the tensors that the config implies. Raises
-    UnknownCheckpoint.
+    `override`: JSON object that is merged into config.json; `rope` and `task`: keys of the preset. Without
+    `needs_weights` (random weights), a folder without safetensors files counts the tensors that the config implies.
+    Raises UnknownCheckpoint.
     """
     config = _config(folder, override, rope or {})
     files = _weight_files(folder, INDEX, WEIGHTS)
@@ -105,7 +110,7 @@ def read(
             file_bytes=sum(file.stat().st_size for file in files),
             pickled=is_pickled,
             head_elements=_head_elements(folder),
-            capabilities=capabilities(folder, config),
+            capabilities=capabilities(folder, config, task),
             vocab_type=_vocab_type(folder),
         )
         if "completion" not in facts.capabilities:
@@ -352,11 +357,22 @@ def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in VISION and any((folder / name).is_file() for name in files)
 
 
-def capabilities(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the capabilities of the model. A cross-encoder has a head that scores pairs; an embedder has the layout of
-    sentence-transformers or no language head, and it can rerank too.
+def capabilities(folder: Path, config: Mapping[str, Any], task: str = "auto") -> tuple[str, ...]:
+    """Return the capabilities of the model, which generates with the `task` generate, whatever its files say.
 
     `vision` does not need a chat template: the preset may state one.
+    """
+    if task != "generate" and (encodes := _encodes(folder, config)):
+        return encodes
+    template, vision = _template(folder), ("vision",) * _sees(folder, config)
+    if not template:
+        return ("completion", *vision)
+    return ("chat", "completion", *("tools",) * ("tools" in template), *vision)
+
+
+def _encodes(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the capabilities of a model that by its files does not generate; else none. A cross-encoder has a head
+    that scores pairs; an embedder has the layout of sentence-transformers or no language head, and it can rerank too.
     """
     classes = [str(name) for name in config.get("architectures") or ()]
     if any(name.endswith("ForSequenceClassification") for name in classes):
@@ -365,12 +381,7 @@ def capabilities(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     mapped = config.get("auto_map") or {}
     own = isinstance(mapped, dict) and any(name in mapped for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
     generates = own or any(name.endswith(GENERATES) for name in classes)
-    if (folder / "modules.json").is_file() or not generates:
-        return ("embedding", "rerank")
-    template, vision = _template(folder), ("vision",) * _sees(folder, config)
-    if not template:
-        return ("completion", *vision)
-    return ("chat", "completion", *("tools",) * ("tools" in template), *vision)
+    return ("embedding", "rerank") if (folder / "modules.json").is_file() or not generates else ()
 
 
 def _vocab_type(folder: Path) -> int:

@@ -64,7 +64,11 @@ class Snapshots:
         """As `read`, but blocks on the disk."""
         needs_weights = preset.load_format != "dummy"
         found = checkpoint.read(
-            snapshot, override=preset.config_override, rope=preset.rope, needs_weights=needs_weights
+            snapshot,
+            override=preset.config_override,
+            rope=preset.rope,
+            needs_weights=needs_weights,
+            task=preset.task,
         )
         if not preset.drafts_by_model:
             return found

@@ -356,6 +356,13 @@ def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> 
     assert read(folder).capabilities == ("embedding", "rerank")
 
 
+def test_an_embedder_that_generates_keeps_the_limit_of_its_config(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "modules.json").write_text("[]")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    assert (read(folder).max_positions, read(folder, task="generate").max_positions) == (128, 256)
+
+
 def test_an_encoder_has_the_shortest_stated_limit(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, architectures=["BertModel"], max_position_embeddings=512)
     assert read(folder).max_positions == 512
@@ -449,6 +456,9 @@ TOOLS = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
         ({}, {}, {}, ["completion"]),
         ({}, {"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, {}, ["chat", "completion"]),
         ({}, {"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, {}, ["embedding", "rerank"]),
+        ({}, {"modules.json": "[]", "chat_template.jinja": TOOLS}, {"task": "generate"},
+         ["chat", "completion", "tools"]),
+        ({"architectures": []}, {}, {"task": "generate"}, ["completion"]),
         ({}, {"chat_template.jinja": TOOLS}, {}, ["chat", "completion", "tools"]),
         ({}, {"chat_template.jinja": TOOLS}, {"chat_template": "{{ messages }}"}, ["chat", "completion"]),
         ({}, {}, {"chat_template": TOOLS}, ["chat", "completion", "tools"]),
@@ -471,7 +481,8 @@ def test_offered_capabilities_follow_from_files_and_preset(
     folder = snapshot(tmp_path, **config)
     for name, text in files.items():
         (folder / name).write_text(text)
-    able = offered(read(folder), Preset(id="a", **settings))
+    preset = Preset(id="a", **settings)
+    able = offered(read(folder, task=preset.task), preset)
     assert able == capabilities
     takes = ["text", "image"] if "vision" in capabilities else ["text"]
     assert modalities(able) == {"input_modalities": takes, "output_modalities": ["text"]}
