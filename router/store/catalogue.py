@@ -26,7 +26,15 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import (
+    ADAPTER_FILES,
+    IN_OLD_LAYOUT,
+    INDEX,
+    NO_GGUF,
+    OLD_LAYOUT,
+    WEIGHTS,
+    shard_names,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +306,8 @@ def _unusable(id: str, path: Path) -> str:
     if not ini.is_utf8(str(path)):
         return f"it {NOT_UTF8}"
     is_snapshot = _is_file(path / "config.json")
+    if not is_snapshot and _is_in_old_layout(path):
+        return IN_OLD_LAYOUT
     if not is_snapshot and not _is_file(path / "serving.properties"):
         return f"it has GGUF files: {NO_GGUF}; write a section with model = a safetensors folder"
     if not ini.is_name(id):
@@ -308,7 +318,11 @@ def _unusable(id: str, path: Path) -> str:
 
 def _is_model(path: Path) -> bool:
     """Return whether a folder is meant to be a model, of any format."""
-    return LocalDisk().kind(str(path)) in ("snapshot", "lmi", "gguf")
+    return LocalDisk().kind(str(path)) in ("snapshot", "lmi", "gguf") or _is_in_old_layout(path)
+
+
+def _is_in_old_layout(path: Path) -> bool:
+    return _is_file(path / OLD_LAYOUT / "config.json")
 
 
 def _is_gguf(path: Path) -> bool:

@@ -167,6 +167,7 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     (tmp_path / "ggufs" / "x.GGUF").touch()
     (tmp_path / "lmi").mkdir()
     (tmp_path / "lmi" / "serving.properties").touch()
+    snapshot(tmp_path / "old" / "0_Transformer")
     (tmp_path / "gone").symlink_to("nothing")
     (tmp_path / "far").symlink_to("x" * 300)  # like a link into a folder that may not be entered
     (tmp_path / "org" / "far").symlink_to("x" * 300)
@@ -179,11 +180,12 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     }  # fmt: skip
     assert {preset.source for preset in loaded.presets.values()} == {"models_dir"}
     said = {Path(line.split(": ")[0]).name: line.split(": is not listed: ")[1] for line in warnings}
-    assert said.keys() == {"half", "bad name", "llama.gguf", "ggufs", "lmi", "gone", "far"}
+    assert said.keys() == {"half", "bad name", "llama.gguf", "ggufs", "lmi", "old", "gone", "far"}
     assert said["half"] == "it is not complete, model.safetensors is missing"
     assert said["bad name"].startswith("its name cannot be a model's")
     assert said["llama.gguf"].startswith("GGUF needs the llama-server engine")
     assert said["ggufs"].startswith("it has GGUF files: GGUF needs the llama-server engine")
+    assert said["old"].startswith("the model is in 0_Transformer; a newer sentence-transformers writes it beside")
     assert said["gone"] == "it is a link to nothing"
     assert said["far"] == "it cannot be read (File name too long)"
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
