@@ -55,13 +55,14 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_being_written(blob: Path) -> bool:
-    """Return whether a download holds the lock of the blob, or has completed it meanwhile."""
+    """Return whether a download holds the lock of the blob, or has completed it meanwhile. True if the file cannot be
+    opened, as that of another user: its lock cannot be tried."""
     if blob.suffix != ".incomplete":
         return False
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(blob, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError:
             return True
         stack.callback(os.close, descriptor)
         try:

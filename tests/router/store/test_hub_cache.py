@@ -98,6 +98,14 @@ def test_a_partial_file_that_is_completed_meanwhile_does_not_end_the_deletion(tm
     assert left(folder) == ({NEW}, {"config", "new", "renamed.incomplete"})
 
 
+def test_a_partial_file_that_cannot_be_opened_is_kept(tmp_path: Path) -> None:
+    """As that of another user; a folder cannot be opened by any user."""
+    folder = cached(tmp_path, OLD, "main")
+    (folder / "blobs" / "theirs.incomplete").mkdir()
+    remove(str(tmp_path), "org/name", "main")
+    assert left(folder) == (set(), {"theirs.incomplete"})
+
+
 def test_a_cache_without_links_has_no_folder_of_contents(tmp_path: Path) -> None:
     for commit in (OLD, NEW):
         (tmp_path / "models--org--name" / "snapshots" / commit).mkdir(parents=True)
