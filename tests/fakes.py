@@ -377,6 +377,8 @@ class FakeLauncher:
     async def download(self, program: Program, command: Download, listen: Listen) -> str:
         model = self._model(program)
         self._begin(f"download {program.model}")
+        if listed := self._gates.get(f"list {program.model}"):  # the hub has not listed the files
+            await listed.wait()
         listen(Progress(stage="download", done=0, total=sum(model.shards)))
         await self._take(model.download_seconds, f"download {program.model}", f"cancelled {program.model}")
         self._fail(program, model.download_fails)

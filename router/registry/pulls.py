@@ -46,7 +46,8 @@ class HubModels:
         """
         return await asyncio.shield(self._begin(self._fetch(text)))
 
-    async def _fetch(self, text: str) -> tuple[str, Worker | None]:
+    async def _fetch(self, text: str, *, followed: bool = False) -> tuple[str, Worker | None]:
+        """As `fetch`. `followed`: the caller follows the download, also before the hub has listed the files."""
         registry = self.registry
         id, found = self._find_on_hub(text)
         is_new = id not in registry.overrides.fetched or id not in registry.shared_workers.listed
@@ -65,12 +66,15 @@ class HubModels:
             registry.events.append("listed", id)
             return id, None
         worker = registry.fleet.fetch(model.preset.id)
+        if followed:
+            self._followers[worker.id] = 1
         async for event in self.follow(worker):
             if event.kind == "progress":  # the hub has listed the files
                 return id, worker
         try:
             self.check(worker)
         except ApiError:
+            self._followers.pop(worker.id, None)
             # The pull failed at once: remove the entry, unless a reload or another call has replaced the model.
             if is_new and (now := registry.shared_workers.listed.get(id)) is not None and now.model is model:
                 registry.remove(id, "requested")
@@ -122,11 +126,11 @@ class HubModels:
         try:
             listed = self.registry.model(key, name)
         except ModelNotFound:
-            fetching = self._begin(self._fetch(name))
+            fetching = self._begin(self._fetch(name, followed=True))
             try:
                 _, worker = await asyncio.shield(fetching)
             except asyncio.CancelledError:  # the client has closed the connection before the hub has listed the files
-                fetching.add_done_callback(self._stop_unfollowed)
+                fetching.add_done_callback(self._leave_fetched)
                 raise
             except BadRequest as error:
                 try:
@@ -141,7 +145,9 @@ class HubModels:
         if worker is not None or self.registry.files.find(listed.preset) is not None:
             return Pull(None, began=False)
         self.registry.files.download(listed.preset)  # raises if the model cannot be downloaded
-        return Pull(self.registry.fleet.fetch(listed.model.preset.id), began=True)
+        worker = self.registry.fleet.fetch(listed.model.preset.id)
+        self._followers[worker.id] = 1
+        return Pull(worker, began=True)
 
     @contextmanager
     def following(self, pull: "Pull") -> Iterator[None]:
@@ -154,25 +160,26 @@ class HubModels:
         if worker is None:
             yield
             return
-        if pull.began or worker.id in self._followers:
-            self._followers[worker.id] = self._followers.get(worker.id, 0) + 1
+        if not pull.began and worker.id in self._followers:
+            self._followers[worker.id] += 1
         try:
             yield
         finally:
-            if worker.id in self._followers:
-                self._followers[worker.id] -= 1
-                if not self._followers[worker.id]:
-                    del self._followers[worker.id]
-                    self._stop(worker)
+            self._leave(worker)
 
-    def _stop_unfollowed(self, fetching: "asyncio.Task[tuple[str, Worker | None]]") -> None:
-        if fetching.exception() is None and (worker := fetching.result()[1]) and worker.id not in self._followers:
-            self._stop(worker)
+    def _leave_fetched(self, fetching: "asyncio.Task[tuple[str, Worker | None]]") -> None:
+        if fetching.exception() is None and (worker := fetching.result()[1]):
+            self._leave(worker)
 
-    def _stop(self, worker: Worker) -> None:
-        """Cancel a download, unless a request waits for the model."""
-        if worker.state is State.DOWNLOADING and not worker.leases:
-            self.registry.fleet.retire(worker, "requested", drain=0.0)
+    def _leave(self, worker: Worker) -> None:
+        """Cancel a download when the last call leaves it, unless a request waits for the model."""
+        if worker.id not in self._followers:
+            return
+        self._followers[worker.id] -= 1
+        if not self._followers[worker.id]:
+            del self._followers[worker.id]
+            if worker.state is State.DOWNLOADING and not worker.leases:
+                self.registry.fleet.retire(worker, "requested", drain=0.0)
 
     # Deleting
 

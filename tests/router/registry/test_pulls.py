@@ -25,7 +25,8 @@ class Hub(HubModels):
 
     listed: asyncio.Event
 
-    async def _fetch(self, text: str) -> tuple[str, Any]:
+    async def _fetch(self, text: str, *, followed: bool = False) -> tuple[str, Any]:
+        self._followers[WORKER.id] = int(followed)
         await self.listed.wait()
         return text, WORKER
 
@@ -106,3 +107,41 @@ async def test_two_pulls_of_one_new_model_at_once_follow_one_download(tmp_path: 
         assert first.worker is not None
         assert first.worker is second.worker
         assert up.launcher.journal == ["download org/name"]
+
+
+@pytest.mark.parametrize("leaves", ["the first", "the second"])
+async def test_a_pull_that_waits_for_the_hub_ends_with_the_last_of_two_calls(tmp_path: Path, leaves: str) -> None:
+    def load(added: AddedModels) -> LoadedPresets:
+        found = {model.id: Preset(id=model.id, source="cache", repo=model.repo) for model in added.found}
+        return LoadedPresets({**up.registry.file_presets, **found})
+
+    async with world(tmp_path, unasked) as up:
+        up.registry.load = load
+        up.registry.files.missing.add("org/name")  # type: ignore[attr-defined]
+        up.launcher.hold("list org/name")
+        up.launcher.hold("download org/name")
+        hub = HubModels(up.registry)
+        first = asyncio.create_task(hub.pull(NO_KEY, "org/name"))
+        async for event in up.registry.events.follow(0):
+            if event.model == "org/name" and event.data.get("state") == "downloading":
+                break
+        second = await hub.pull(NO_KEY, "org/name")
+        worker = second.worker
+        assert worker is not None
+        following = hub.following(second)
+        following.__enter__()
+        if leaves == "the first":
+            first.cancel()
+            await asyncio.wait({first})
+            up.launcher.release("list org/name")
+            await asyncio.gather(*hub._tasks)
+            await asyncio.sleep(0)
+            assert not worker.retired
+            following.__exit__(None, None, None)
+        else:
+            following.__exit__(None, None, None)
+            assert not worker.retired
+            up.launcher.release("list org/name")
+            with hub.following(await first):
+                assert not worker.retired
+        assert worker.retired
