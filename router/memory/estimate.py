@@ -224,9 +224,10 @@ def _with_range(largest: MemoryEstimate, static: MemoryEstimate) -> MemoryEstima
 
 def refreshed(known: MemoryEstimate, first: MemoryEstimate) -> MemoryEstimate:
     """Return a `known` exact estimate from before with the layers, the range of the KV cache and the process overhead
-    of the static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache.
+    of the static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache,
+    without its tokens.
     """
-    known = replace(known, layers=first.layers, overhead=first.overhead)
+    known = replace(known, layers=first.layers, overhead=first.overhead, kv_tokens=first.kv_tokens)
     if first.kv_steps and not known.kv_steps:
         known = _with_range(known, first)
     if not first.host:
