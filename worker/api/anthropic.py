@@ -1,5 +1,6 @@
 """Anthropic's messages, translated to and from OpenAI's chat completions."""
 
+import itertools
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -143,14 +144,19 @@ def _message(where: str, message: Any, no_vision: str) -> list[Json]:
 def _joined(messages: Sequence[Json]) -> list[Json]:
     """Join consecutive messages of one role, as Anthropic does: many templates need alternating roles."""
     joined: list[Json] = []
-    for message in messages:
-        is_plain = set(message) == {"role", "content"} and message["role"] != "system"
-        if is_plain and joined and set(joined[-1]) == {"role", "content"} and joined[-1]["role"] == message["role"]:
-            both = [*_parts(joined[-1]["content"]), *_parts(message["content"])]
-            joined[-1] = {"role": message["role"], "content": join_content(both)}
-        else:
-            joined.append(message)
+    for role, group in itertools.groupby(messages, _role_of_plain):
+        together = list(group)
+        if role and len(together) > 1:
+            parts = [part for message in together for part in _parts(message["content"])]
+            together = [{"role": role, "content": join_content(parts)}]
+        joined += together
     return joined
+
+
+def _role_of_plain(message: Json) -> str:
+    """Return the role of a message that may be joined with others of this role; empty if it may not."""
+    is_plain = message.keys() == {"role", "content"} and message["role"] != "system"
+    return str(message["role"]) if is_plain else ""
 
 
 def _parts(content: Any) -> list[str | EncodedImage]:

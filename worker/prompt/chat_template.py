@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -410,16 +411,14 @@ def _content(where: str, content: Any, fields: BodyFields, no_vision: str) -> st
         return content
     if not isinstance(content, list):
         raise InvalidValue(f"{where} must be a string or an array of parts", param=where)
-    parts: list[str | EncodedImage] = []
-    for index, part in enumerate(content):
-        read = _part(f"{where}[{index}]", part, fields, no_vision)
-        if isinstance(read, str) and parts and isinstance(parts[-1], str):
-            parts[-1] = f"{parts[-1]}\n{read}"
-        else:
-            parts.append(read)
-    if any(isinstance(part, EncodedImage) for part in parts):
-        return parts
-    return str(parts[0]) if parts else ""
+    parts = [_part(f"{where}[{index}]", part, fields, no_vision) for index, part in enumerate(content)]
+    if not any(isinstance(part, EncodedImage) for part in parts):
+        return join_texts(parts)
+    found: list[str | EncodedImage] = []
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        together = list(group)
+        found += [join_texts(together)] if is_text else together
+    return found
 
 
 def _part(where: str, part: Any, fields: BodyFields, no_vision: str) -> str | EncodedImage:

@@ -1,6 +1,8 @@
 """Anthropic's messages: the official client, and bodies that it never sends."""
 
+import io
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -144,6 +146,23 @@ async def test_a_prompt_that_is_too_long_is_an_invalid_request_with_anthropics_w
         status, _, body = await world.post("/v1/messages", {"messages": [{"role": "user", "content": "a " * 40}]})
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
         assert "prompt is too long" in body["error"]["message"]
+
+
+async def test_the_time_to_join_messages_of_one_role_grows_with_them_and_not_with_their_square() -> None:
+    template = "{% for m in messages %}[{{ m.role }} {{ m.content | length }}]{% endfor %}"
+    async with serving(chat_template=template) as world:
+
+        async def seconds(count: int) -> float:
+            """The processor's time, which other programs hardly change."""
+            body = json.dumps({"messages": [{"role": "user", "content": "hello"}] * count}).encode()
+            began = time.process_time()
+            async with world.client.post(world.url + "/v1/messages/count_tokens", data=io.BytesIO(body)) as answer:
+                counted = (await answer.json())["input_tokens"]
+            text = f"[user {6 * count - 1}]"
+            assert counted == len(tokenizer().encode(text, add_special_tokens=False))
+            return time.process_time() - began
+
+        assert await seconds(256_000) < 3 * 16 * await seconds(16_000)
 
 
 async def test_comments_and_then_pings_keep_an_idle_stream_alive() -> None:
