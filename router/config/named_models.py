@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from router.config import ini
 from router.config.precedence import DiskReader
-from router.config.settings import BY_FLAG, Settings
+from router.config.settings import BY_FLAG, Settings, lmi_model
 
 _REPO_FOLDER = re.compile(r"models--(.+)")  # of a repository in the hub cache, above snapshots/COMMIT
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:@+-]+")
@@ -24,18 +24,22 @@ class NamedModel:
     key: str  # `model`, or `hf-repo` for a repository that must not be read as a folder
     text: str
     origin: str  # the flag or variable
-    names: tuple[str, ...] = ()  # further names, from --model-names
+    names: tuple[str, ...] = ()  # further names, from --model-names or LMI's load_models
 
 
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """The models that flags and variables name."""
-    named = [
-        NamedModel(key, text, settings.origins.get(key, f"--{key}"))
-        for key in ("model", "hf-repo")
-        for text in getattr(settings, BY_FLAG[key].field)
-    ]
+    named, used = list[NamedModel](), set[str]()
+    for key in ("model", "hf-repo"):
+        for text in getattr(settings, BY_FLAG[key].field):
+            names, source = lmi_model(text) if key == "model" else ((), text)
+            if names[1:] and names[0] in used:
+                names = names[1:]  # the first of several versions has the name without a version
+            used.update(names)
+            named.append(NamedModel(key, source, settings.origins.get(key, f"--{key}"), names))
     if settings.model_names:
-        named = [replace(model, names=names) for model, names in zip(named, settings.model_names, strict=True)]
+        pairs = zip(named, settings.model_names, strict=True)
+        named = [replace(model, names=(*names, *model.names)) for model, names in pairs]
     return tuple(named)
 
 

@@ -70,7 +70,7 @@ class _Secret(Kind):
 
 @dataclass(frozen=True)
 class _Models(Names):
-    """Names of models, also as LMI's load_models has them: `name:version:engine:devices=MODEL`, perhaps in brackets."""
+    """Names of models, also as LMI's load_models has them (`lmi_model`)."""
 
     def read(self, text: str) -> tuple[str, ...]:
         if text.strip() == "ALL":
@@ -83,7 +83,18 @@ class _Models(Names):
             engine = [*(match[1] or match[2]).split(":"), "", ""][2]
             if engine.casefold() not in ("", "python", "mpi"):
                 self.fail(f"{shown(engine)} is an engine that is not offered; remove it")
-        return tuple(_FILE_URL.sub("", match[3]) for match in found)
+        return tuple(match[0] for match in found)
+
+
+def lmi_model(text: str) -> tuple[tuple[str, ...], str]:
+    """Return the names and the model of an item of LMI's load_models, `name:version:engine:devices=MODEL`, perhaps in
+    brackets: `name` and `name:version`. Any other text is a model without names."""
+    found = _LMI_MODEL.fullmatch(text)
+    if not found:
+        return (), text
+    name, version = [*(found[1] or found[2]).split(":"), ""][:2]
+    names = (name, f"{name}:{version}") if version else (name,)
+    return names if name else (), _FILE_URL.sub("", found[3])
 
 
 @dataclass(frozen=True, kw_only=True)

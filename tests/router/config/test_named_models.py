@@ -158,12 +158,8 @@ def test_model_names_are_given_once_per_model_in_their_order() -> None:
         ({"OPTION_MODEL_ID": "/home/me/llama"}, {"llama": "/home/me/llama"}, ""),
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/two"}, {"org/one": "org/one"}, "HF_MODEL_ID"),
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/one"}, {"org/one": "org/one"}, ""),
-        ({"SERVING_LOAD_MODELS": "test::MPI=/home/me/llama"}, {"llama": "/home/me/llama"}, ""),
-        (
-            {"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"},
-            {"org/one": "org/one", "org/two": "org/two"},
-            "",
-        ),
+        ({"SERVING_LOAD_MODELS": "test::MPI=/home/me/llama"}, {"test": "/home/me/llama"}, ""),
+        ({"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"}, {"a": "org/one", "b": "org/two"}, ""),
         (
             {"HF_MODEL_ID": "org/two", "SERVING_LOAD_MODELS": "test::Python=/home/me/llama"},
             {"org/two": "org/two"},
@@ -179,3 +175,13 @@ def test_variables_of_lmi_name_models_that_are_loaded_at_start(
     assert [warning.key for warning in loaded.warnings] == ([without_effect] if without_effect else [])
     assert {id: preset.repo or preset.path for id, preset in loaded.presets.items()} == expected
     assert all(preset.load_on_startup for preset in loaded.presets.values())
+
+
+def test_a_model_of_lmis_load_models_has_the_name_and_the_version_that_are_given_there() -> None:
+    loaded = start({}, environ={"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/x,[a:v2]=org/y,[b]=file:/home/me/llama"})
+    assert {id: preset.aliases for id, preset in loaded.presets.items()} == {
+        "a": ("a:v1", "org/x"), "a:v2": ("org/y",), "b": ("llama",)
+    }  # fmt: skip
+    assert start({"model": "test::Python=llama", "model-names": "mine"}).presets["mine"].aliases == ("test", "llama")
+    (problem,) = start({}, environ={"SERVING_LOAD_MODELS": "[a]=org/x,[a]=org/y"}).problems
+    assert "alias" in str(problem)
