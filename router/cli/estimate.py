@@ -187,9 +187,11 @@ def unused_placement(loaded: LoadedPresets, environ: Mapping[str, str]) -> list[
     warnings: list[str] = []
     for preset in loaded.presets.values():
         try:
-            unused = sharding.unused_placement(preset, readings, allowed_devices(preset, readings))
+            allowed = allowed_devices(preset, readings)
+            unused = sharding.unused_placement(preset, readings, allowed)
             warnings += (f"{preset.id}: {warning}" for warning in unused)
-        except LoadFailed as error:  # no fault: presets may be checked on another machine
+            sharding.check_count(preset, allowed)
+        except (LoadFailed, sharding.Indivisible) as error:  # no fault: presets may be checked on another machine
             warnings.append(error.message)
     return warnings
 

@@ -147,11 +147,7 @@ def _tensor_parallel(
         return
     bounds = within_gpu_split(preset, order, room)
     offered = len(bounds)
-    if ranks != ALL_DEVICES and ranks > offered:
-        raise Indivisible(
-            f"{preset.id}: tensor-parallel = {ranks} needs {ranks} accelerators, and there are {offered} that it may"
-            " use; lower it"
-        )
+    _check_ranks(preset, offered)
     # Asked for without a number (`split-mode = tensor`): the fewest ranks that fit, since each adds communication.
     counts = range(2, offered + 1) if ranks == 1 else [offered if ranks == ALL_DEVICES else ranks]
     if offered < 2:
@@ -164,6 +160,15 @@ def _tensor_parallel(
     for count in (count for count, why in reasons.items() if not why):
         place = _roomiest(bounds, order, count) if len(preset.gpu_split) > 1 else ()
         yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
+
+
+def _check_ranks(preset: Preset, offered: int) -> None:
+    ranks = preset.tensor_parallel
+    if ranks != ALL_DEVICES and ranks > offered:
+        raise Indivisible(
+            f"{preset.id}: tensor-parallel = {ranks} needs {ranks} accelerators, and there are {offered} that it may"
+            " use; lower it"
+        )
 
 
 def _on_host(facts: Checkpoint, preset: Preset, ranks: int, devices: frozenset[DeviceId]) -> Choice:
@@ -244,6 +249,15 @@ def limiting_keys(preset: Preset, *, on_host: bool) -> str:
         "gpu-memory-utilization": preset.gpu_memory_utilization < 1,
     }
     return " and ".join(key for key, is_set in keys.items() if is_set)
+
+
+def check_count(preset: Preset, devices: Collection[DeviceId]) -> None:
+    """Raise Indivisible if the preset is for more accelerators than there are among `devices`."""
+    on_host = all(device.index == HOST for device in devices)
+    if preset.tensor_parallel <= 1:
+        _counts(preset, 0 if on_host else len(devices))
+    elif not on_host:  # there its ranks are processes
+        _check_ranks(preset, len(devices))
 
 
 def _counts(preset: Preset, offered: int) -> tuple[int, int]:

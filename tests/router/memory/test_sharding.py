@@ -180,6 +180,27 @@ def test_keys_of_placement_without_effect_are_reported(
     assert all(warning.startswith(text) for warning, text in zip(warnings, found, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("said", "devices", "message"),
+    [
+        ({"tensor_split": (3.0, 0.0, 1.0)}, GPU[:1], "tensor-split is for 2 accelerators, and there are 1"),
+        ({"pipeline_parallel": 2}, [CPU], "pipeline-parallel is for 2 accelerators, and there is none"),
+        ({"tensor_parallel": 2}, GPU[:1], "tensor-parallel = 2 needs 2 accelerators, and there are 1"),
+        ({"tensor_parallel": 2}, [CPU], ""),
+        ({"tensor_parallel": ALL_DEVICES}, GPU[:1], ""),
+        ({"tensor_split": (3.0, 1.0)}, GPU[:2], ""),
+    ],
+)
+def test_a_preset_for_more_accelerators_than_there_are_is_refused_before_its_files_are_read(
+    said: dict[str, Any], devices: list[DeviceId], message: str
+) -> None:
+    if not message:
+        sharding.check_count(preset(**said), devices)
+        return
+    with pytest.raises(Indivisible, match=message):
+        sharding.check_count(preset(**said), devices)
+
+
 costs = st.lists(st.integers(1, 1000), min_size=4, max_size=30)
 
 
