@@ -240,6 +240,9 @@ async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path)
         assert rows == (await client.get("/lmi/models")).json()
         ((workflow,),) = ((await client.get("/models/mine")).json(),)
         assert workflow["workflowName"] == "mine"
+        assert (await client.get("/workflows")).json() == rows
+        assert (await client.get("/workflows/mine")).json() == [workflow]
+        assert (await client.put("/workflows/mine", params={"min_worker": 0})).status_code == 200
         assert (await client.put("/models/mine", params={"min_worker": 0})).status_code == 200
         assert (await client.delete("/models/mine")).status_code == 200
         assert error(await client.get("/models/mine"))[0] == 404
