@@ -436,6 +436,22 @@ def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar
     grammars.close()
 
 
+@pytest.mark.parametrize("is_known_slow", [False, True])
+def test_masks_do_not_wait_behind_one_that_waits_for_a_mask_of_its_grammar(is_known_slow: bool) -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    first, second, other = (grammars.matcher(Grammar("regex", regex)) for regex in ("abc", "abc", "(abc)"))
+    for matcher in (first, second, other):
+        matcher.take(66)
+        if is_known_slow:
+            matcher.lexer.slow.add(matcher)
+    with first.lexer.lock:  # held while a mask is computed
+        waiting = grammars.mask(second)
+        mask = grammars.mask(other).future.result(DEADLINE)
+        assert not waiting.future.done()
+    assert np.array_equal(waiting.future.result(DEADLINE), mask)
+    grammars.close()
+
+
 def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
     matcher = grammars.matcher(Grammar("regex", "ab"))

@@ -204,14 +204,22 @@ class GrammarMatcher:
         bits = np.unpackbits(self.mask.future.result(), bitorder="little")
         return set(np.nonzero(bits)[0].tolist()) <= set(ends)
 
-    def next_mask(self, size: int) -> Bits:
-        """Compute the mask of the next token, uint8 `[size]`. All zeros once the grammar has failed. On any thread."""
+    def next_mask(self, size: int, make_way: Callable[[], None] = lambda: None) -> Bits:
+        """Compute the mask of the next token, uint8 `[size]`. All zeros once the grammar has failed. On any thread.
+
+        make_way: called before a long wait for the turn of another copy.
+        """
         begin = time.thread_time()
         row = np.zeros(size, np.uint8)
-        with self.lexer.lock:
+        if not self.lexer.lock.acquire(timeout=SLOW_SECONDS):
+            make_way()
+            self.lexer.lock.acquire()
+        try:
             self._take_all()
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self._is_complete = self._matcher.is_accepting()
+        finally:
+            self.lexer.lock.release()
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
         self.is_slow = time.thread_time() - begin > SLOW_SECONDS
@@ -352,7 +360,7 @@ class Grammars:
         """The mask of the next token, which another thread computes. Asking again gives the same job."""
         if matcher.mask is None:
             thread = self._mask_threads[len(matcher.lexer.slow) > 0]
-            matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes))
+            matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes, thread.make_way))
         return matcher.mask
 
     def is_late(self, matcher: GrammarMatcher) -> bool:
