@@ -197,6 +197,22 @@ async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(runn
     assert journal.calls.count("run 0,1") == 1 + 2, "the prompts, and after each fault"
 
 
+async def test_a_sequence_that_its_step_had_no_memory_for_is_not_launched_ahead(runner: Paged) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    journal, plain = JournalRunner(runner[0], fault), Drive(runner[0], runner[1], ahead=False)
+    drive = Drive(journal, runner[1])
+    for each in (drive, plain):
+        each.ask(0, most=4)
+        each.ask(1, PROMPT[1:], most=4)
+        each.to_the_end()
+    assert journal.calls[:4] == ["run 0,1", "forget 1", "run 0", "ahead 0"]
+    for id in (0, 1):
+        assert await drive.collected(id) == await plain.collected(id)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 async def test_nan_in_the_cache_ends_its_request_and_is_erased(runner: Paged, ahead: bool) -> None:
     """Later readers would get NaN through any mask. A step in flight may write more when the first is found."""

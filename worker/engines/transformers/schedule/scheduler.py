@@ -245,7 +245,8 @@ class Scheduler:
         # Blocks go to the oldest sequence first, as in `_decodes`.
         for segment in sorted(batch, key=lambda part: part.sequence.id):
             sequence, row, start = segment.sequence, segment.row, segment.end
-            if sequence.id in continuing:
+            # One that the batch was launched without, for lack of device memory, waits again.
+            if sequence.id in continuing and sequence.id in self._running:
                 # Room is only taken here, never made: to preempt a sequence of the step in flight would free blocks
                 # that the device still writes.
                 if not self._capacity.grow(row, start, start + 1):
