@@ -1,4 +1,4 @@
 """Which worker starts where, and which models are evicted for it.
 
-PURE: values in, values out. May import errors and events only.
+PURE: values in, values out. May import errors only.
 """

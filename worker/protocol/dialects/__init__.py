@@ -1,7 +1,7 @@
 """The HTTP APIs (dialects): one module per API with the schemas of its requests and responses.
 
 The request readers of the worker take types and ranges from these tables, and the OpenAPI document is written from
-them, so both agree.
+them, so both agree. Imports worker.protocol and the standard library only.
 """
 
 from enum import Enum

@@ -1,4 +1,4 @@
 """Attention over the KV cache: paged attention for packed batches, CPU kernels, quantized KV pools, CPU linear layers.
 
-Imports device and schedule of this engine, and worker.protocol.
+Imports device and schedule of this engine, worker.errors and worker.protocol.
 """
