@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from router.errors import RouterError
+from worker.protocol.pickled_weights import PICKLED_SUFFIXES
 from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
 
 HUB = "https://huggingface.co"
@@ -137,7 +138,7 @@ def _check_model(names: Collection[str], repo: str) -> None:
             )
         raise RemoteError(f"{repo} has no config.json: it is no model for transformers")
     if "safetensors" not in ends:
-        pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+        pickles = sorted(name for name in names if name.endswith(PICKLED_SUFFIXES))
         if pickles:
             raise RemoteError(
                 f"{repo} has no safetensors weights, only {pickles[0]}, whose sizes are not known from headers;"

@@ -37,7 +37,7 @@ from router.config.option_types import (
     shown,
     switch_words,
 )  # fmt: skip
-from worker.protocol.argv import ENGINES, AdapterSource
+from worker.protocol.argv import DTYPES, ENGINES, KV_CACHE_DTYPES, LOAD_FORMATS, POOLINGS, TASKS, AdapterSource
 from worker.protocol.dialects.generation_fields import EFFORTS
 from worker.protocol.snapshot_files import NO_GGUF
 
@@ -71,7 +71,7 @@ SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, 
 )  # fmt: skip
 GROUPS = (SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS)
 _LOAD_FORMAT = OneOf(
-    ("auto", "safetensors", "dummy"),
+    LOAD_FORMATS,
     # vLLM's faster readers of the same files, and its word for checkpoints that bitsandbytes quantizes.
     {"fastsafetensors": "safetensors", "hf": "safetensors", "runai_streamer": "safetensors", "bitsandbytes": "auto"},
     refused=dict.fromkeys(
@@ -85,7 +85,7 @@ _LOAD_FORMAT = OneOf(
     },
 )
 _KV_TYPE = OneOf(
-    ("auto", "f32", "f16", "bf16", "int8", "int4"),
+    KV_CACHE_DTYPES,
     {
         "float32": "f32", "fp32": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
         "q8_0": "int8", "q4_0": "int4",
@@ -94,7 +94,7 @@ _KV_TYPE = OneOf(
     | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), "int8 is"),
 )  # fmt: skip
 _DTYPE = OneOf(
-    ("auto", "float32", "float16", "bfloat16"),
+    DTYPES,
     {
         "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16",
         "half": "float16", "bf16": "bfloat16",
@@ -230,11 +230,11 @@ class Preset:
     tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; not used for routing", unset="none", live=True,
             scope=Scope.NAME)
     task: Literal["auto", "generate", "embed", "rerank"] = key("auto",
-            OneOf(("auto", "generate", "embed", "rerank"), _TASKS),
+            OneOf(TASKS, _TASKS),
             SOURCE, "auto: by the architecture", env=("LLAMA_ARG_EMBEDDINGS", "LLAMA_ARG_RERANKING", "HF_TASK"),
             switches={"embedding": ("embed", "auto"), "embeddings": ("embed", "auto"),
                       "reranking": ("rerank", "auto"), "rerank": ("rerank", "auto")})
-    pooling: str = key("", OneOf(("none", "mean", "cls", "last", "rank", "")), SOURCE,
+    pooling: str = key("", OneOf((*POOLINGS, "")), SOURCE,
             "method that combines token vectors into one embedding; rank: a cross-encoder", unset="the model's")
     embd_normalize: int = key(2, Integer(-1, 1 << 20, unit="-1 none, 0 max, 1 taxicab, 2 euclidean, p"), SOURCE,
             "norm of an embedding")

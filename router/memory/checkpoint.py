@@ -32,24 +32,21 @@ from router.memory.checkpoint_facts import (
 )
 from worker.protocol import pickled_weights, tekken
 from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION, unstated_quantization
+from worker.protocol.events import CAPABILITIES
 from worker.protocol.model_config import apply_rope, merge, with_quantization
-from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX, PICKLED_SUFFIXES
 from worker.protocol.snapshot_files import (
     ADAPTER_FILES,
     INDEX,
     MAX_HEADER_BYTES,
     NO_GGUF,
     QUANTIZE_CONFIG,
+    TORCH_DTYPES,
     WEIGHTS,
     is_below,
     shard_names,
 )
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
 _BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "8_E4M3": 8, "8_E5M2": 8, "8_E8M0": 8, "OOL": 8}
 
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|^shared)\.weight$")
@@ -70,8 +67,6 @@ _LAST = -1  # the place of tensors behind the layers, among numbers of layers
 # Matrices of layers that each tensor-parallel rank has as a whole: routers, which choose or weigh experts, layers with
 # states, and compressed queries and keys (worker/engines/transformers/load/tensor_parallel_plan.py).
 _UNDIVIDED = re.compile(r"[._](gate|router)\.weight$|\.(mamba|conv1d|q_a_proj|kv_a_proj_with_mqa)\.")
-
-_CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
 _Tensor = tuple[str, tuple[int, ...], int]  # stored dtype, shape, bytes
 
@@ -204,7 +199,7 @@ def offered(checkpoint: Checkpoint, preset: Preset) -> list[str]:
         can = (can - {"tools"}) | {"chat"} | ({"tools"} if "tools" in preset.chat_template else set())
     if "chat" not in can or not preset.limit_images:
         can -= {"vision"}
-    return [name for name in _CAPABILITIES if name in can]
+    return [name for name in CAPABILITIES if name in can]
 
 
 def modalities(capabilities: Sequence[str]) -> dict[str, list[str]]:
@@ -224,7 +219,7 @@ def _tensor(entry: Mapping[str, Any]) -> _Tensor:
     bits = _BITS.get(dtype[1:])
     if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
         raise ValueError(f"a tensor of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
-    return _DTYPES.get(dtype, dtype.lower()), shape, end - begin
+    return TORCH_DTYPES.get(dtype, dtype.lower()), shape, end - begin
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -302,7 +297,7 @@ def _weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]
 
 def _no_weights(folder: Path) -> str:
     """Return the error message for a folder without readable weights."""
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    pickled = sorted(file.name for suffix in PICKLED_SUFFIXES for file in folder.glob(f"*{suffix}"))
     if pickled:
         return (
             f"{folder} has no model.safetensors, only {pickled[0]}; of pickled weights only {PICKLED} and the parts of"

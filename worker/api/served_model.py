@@ -21,7 +21,7 @@ from worker.prompt.response_parser import AnswerParser, ParseOptions
 from worker.prompt.text_limits import PIECE, TextBound, TextLimit, bound_of, groups, shorten
 from worker.protocol.argv import ModelOptions, Profile, Serve
 from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
-from worker.protocol.events import Exit
+from worker.protocol.events import CAPABILITIES, Exit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,12 +124,11 @@ class ServedModel:
 
     @property
     def capabilities(self) -> list[str]:
-        """Subset of chat, completion, tools, vision, embedding and rerank."""
+        """Those of CAPABILITIES that the model has."""
         can = self.engine.capabilities
         chats = "completion" in can and self.template.exists
         has = {"chat": chats, "tools": chats and self.template.mentions("tools"), "vision": chats and "vision" in can}
-        every = ("chat", "completion", "tools", "vision", "embedding", "rerank")
-        return [name for name in every if has.get(name, name in can)]
+        return [name for name in CAPABILITIES if has.get(name, name in can)]
 
     def require(self, capability: str) -> None:
         """Raise UnsupportedByModel, naming the calls that the model supports, unless it has `capability`."""

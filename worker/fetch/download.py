@@ -28,7 +28,7 @@ from worker.fetch.hub_cache import COMMIT, RemoteFile, RepoCache
 from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Transfer
 from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Exit, Progress
-from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX, PICKLED_SUFFIXES
 from worker.protocol.snapshot_files import (
     ADAPTER_FILES,
     IN_OLD_LAYOUT,
@@ -177,7 +177,7 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
     # The order of transformers: with an index and a single file, it loads the single one.
     main = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if name in listed), "")
     if not main:
-        pickles = sorted(path for path in listed if path.endswith((".bin", ".pt", ".pth")))
+        pickles = sorted(path for path in listed if path.endswith(PICKLED_SUFFIXES))
         raise StartError(
             f"{repo} has no {WEIGHTS}"
             + (f" and no {PICKLED}, only {pickles[0]}" if pickles else "")

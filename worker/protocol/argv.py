@@ -16,6 +16,13 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+# The values of options of `ModelOptions` that are preset keys as well, and of the key `pooling`.
+TASKS = ("auto", "generate", "embed", "rerank")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+KV_CACHE_DTYPES = ("auto", "f32", "f16", "bf16", "int8", "int4")
+POOLINGS = ("none", "mean", "cls", "last", "rank")
+
 
 def _option(default: T, text: str) -> T:
     """A field with its text in the help."""

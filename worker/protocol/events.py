@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 MAX_EVENT_BYTES = 1 << 20  # the router skips longer lines
+CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")  # that a model may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Ready:
     # `Serve.warm_up` is False, `measured` is an upper bound until the first `Pulse`.
     steps: int = 0
     mapped: int = 0  # as in Pulse
-    capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
+    capabilities: list[str] = dataclasses.field(default_factory=list)  # of CAPABILITIES
     n_ctx: int = 0
     # Seconds of the load by stage, in order: imports, config, tokenizer, early_start (prepared, waiting for its
     # memory), read, copy (conversion of weights, and transfers that are unfinished once all weights are read), build,

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, cast
 
 # The file of a model's pickled weights, and the index if there are several files.
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of all files that may be pickled weights
 # Bytes of a pickle without the tensors' data. 200 per tensor are usual. The worst 4 MiB take some seconds and
 # 300 MB of memory. A guess.
 MAX_PICKLE_BYTES = 4 << 20

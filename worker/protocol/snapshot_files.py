@@ -2,12 +2,19 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # The file of a model's weights, and the index if there are several files.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZE_CONFIG = "quantize_config.json"  # of AutoGPTQ: the quantization, where config.json does not state it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of the reference implementation
+# torch's names of the types in the header of a safetensors file.
+TORCH_DTYPES: Mapping[str, str] = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 # The files that PEFT writes for an adapter; no others are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

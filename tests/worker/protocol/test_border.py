@@ -12,12 +12,17 @@ SIZES = ("_BYTES", "_TOKENS", "_SHARE", "_LOGITS", "_SCORES", "_FACTOR", "_GROUP
 UNRELATED = {"MOST_BYTES", "READ_BYTES", "WRITE_BYTES"}
 
 
-def constants(package: str) -> Iterator[tuple[str, ast.expr]]:
-    """Name, without leading underscores, and value of each module-level constant in `package`, but for the protocol."""
+def modules(package: str) -> Iterator[ast.Module]:
+    """Each module of `package`, but for those of the protocol."""
     for path in sorted((ROOT / package).rglob("*.py")):
-        if path.is_relative_to(ROOT / "worker" / "protocol"):
-            continue
-        for node in ast.parse(path.read_text("utf-8")).body:
+        if not path.is_relative_to(ROOT / "worker" / "protocol"):
+            yield ast.parse(path.read_text("utf-8"))
+
+
+def constants(package: str) -> Iterator[tuple[str, ast.expr]]:
+    """Name, without leading underscores, and value of each module-level constant in `package`."""
+    for module in modules(package):
+        for node in module.body:
             if isinstance(node, ast.Assign):
                 target, value = node.targets[0], node.value
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -51,3 +56,18 @@ def test_no_table_of_families_is_defined_on_both_sides() -> None:
     )
     assert router & worker == set()
     assert (router | worker) & {PAGED, DIVISIBLE, OFFSET_POSITIONS} == set()
+
+
+def test_no_table_of_names_is_defined_on_both_sides() -> None:
+    """Such a table, for example of the values of an option, belongs to worker.protocol. Three names may agree by
+    chance."""
+    router, worker = (
+        {
+            names
+            for module in modules(package)
+            for node in ast.walk(module)
+            if isinstance(node, ast.Dict | ast.List | ast.Set | ast.Tuple) and len(names := strings(node)) > 3
+        }
+        for package in ("router", "worker")
+    )
+    assert router & worker == set()

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers.attention import cpu_linear, paged, quantized_kv_types
+from worker.engines.transformers.attention import cpu_linear, paged
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.load import layer_split, loader
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
-from worker.protocol.argv import ModelOptions, Serve
+from worker.protocol.argv import KV_CACHE_DTYPES, TASKS, ModelOptions, Serve
 from worker.protocol.events import Exit
 
 # The least recently requested model is dropped beyond this number. A guess.
@@ -31,7 +31,6 @@ MAX_MODELS = 16
 # modules of a model a few.
 MAX_PREBUILT_BYTES = 512 << 20
 
-_TASKS = ("auto", "generate", "embed", "rerank")
 # The least value of each numeric option.
 _LEAST = {
     "parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "contexts": 0, "kv_tokens": 0, "queue_size": 0,
@@ -71,12 +70,12 @@ def prepare(options: Serve, stage_done: Callable[[str], None]) -> PreparedModel:
 
 def check(options: Serve) -> None:
     """Raise StartError for an option whose value is not allowed."""
-    if options.task not in _TASKS:
-        raise StartError(f"task {options.task!r} is unknown; use one of {', '.join(_TASKS)}", Exit.USAGE)
+    if options.task not in TASKS:
+        raise StartError(f"task {options.task!r} is unknown; use one of {', '.join(TASKS)}", Exit.USAGE)
     backends.check_attention(options)
-    if options.kv_cache_dtype not in quantized_kv_types.NAMES:
+    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise StartError(
-            f"kv_cache_dtype {options.kv_cache_dtype!r} is unknown; use one of {', '.join(quantized_kv_types.NAMES)}",
+            f"kv_cache_dtype {options.kv_cache_dtype!r} is unknown; use one of {', '.join(KV_CACHE_DTYPES)}",
             Exit.USAGE,
         )
     for name, least in _LEAST.items():

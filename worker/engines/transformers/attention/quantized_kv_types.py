@@ -25,7 +25,6 @@ import torch
 from worker.errors import StartError
 from worker.protocol.memory import kv_group_size
 
-NAMES = ("auto", "f32", "f16", "bf16", "int8", "int4")  # values of kv-cache-dtype; auto: the model's own type
 _CASTS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SCALE = torch.bfloat16
 _TINY = 1e-37  # divisor for a group of zeros, whose scale is 0

@@ -22,7 +22,7 @@ from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import encodes
 from worker.errors import StartError
-from worker.protocol.argv import ModelOptions
+from worker.protocol.argv import DTYPES, ModelOptions
 from worker.protocol.events import Exit
 
 
@@ -104,8 +104,8 @@ def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) 
     slow."""
     if asked != "auto":
         dtype = getattr(torch, asked, None)
-        if asked not in ("float32", "float16", "bfloat16") or not isinstance(dtype, torch.dtype):
-            raise StartError(f"dtype {asked!r} is none of auto, float32, float16, bfloat16", Exit.USAGE)
+        if asked not in DTYPES or not isinstance(dtype, torch.dtype):
+            raise StartError(f"dtype {asked!r} is none of {', '.join(DTYPES)}", Exit.USAGE)
         return dtype
     if stored is None or (stored == torch.float16 and device.type == "cpu"):
         return torch.float32

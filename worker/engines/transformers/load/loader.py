@@ -30,7 +30,7 @@ from worker.engines.transformers.load.snapshot import has_pooler, is_embedder, k
 from worker.engines.transformers.load.tensor_parallel_plan import RankShare
 from worker.errors import StartError
 from worker.protocol.architectures import unstated_quantization
-from worker.protocol.argv import ModelOptions
+from worker.protocol.argv import LOAD_FORMATS, ModelOptions
 from worker.protocol.events import Exit, Progress
 
 Report = Callable[[Progress], None]
@@ -89,8 +89,8 @@ def load_model(
     devices = layer_split.devices_of(options)
     device = devices[0] if share is None else layer_split.device_of(options, share[0].rank)
     split = layer_split.split_of(options, config, devices) if share is None else None
-    if options.load_format not in ("auto", "safetensors", "dummy"):
-        raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
+    if options.load_format not in LOAD_FORMATS:
+        raise StartError(f"load-format {options.load_format!r} is none of {', '.join(LOAD_FORMATS)}", Exit.USAGE)
     load = WeightLoad(options, config, device, split, is_embedder(options, config), report, stage_done)
     try:
         with quiet():

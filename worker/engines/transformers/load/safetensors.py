@@ -23,16 +23,11 @@ from worker.engines.transformers.device.lazy_pages import LazyPages, populate
 from worker.engines.transformers.load.page_cache import READERS, STRETCH, cached, read
 from worker.errors import StartError
 from worker.protocol.events import Exit
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, shard_names
+from worker.protocol.pickled_weights import PICKLED_SUFFIXES
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, TORCH_DTYPES, WEIGHTS, shard_names
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_DTYPES.items()}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # names of torch's types in the format
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _WARM = 0.9  # cached share of the files from which two threads are enough; a guess, since some pages are often evicted
 _AROUND = 1 << 16  # bytes that the kernel maps per page fault if cached (default of fault_around_bytes)
 _SAMPLE = 1 << 20  # bytes checked of each part
@@ -57,7 +52,7 @@ def files(snapshot: Path) -> list[Path]:
         return [snapshot / name for name in names]
     if (snapshot / WEIGHTS).is_file():
         return [snapshot / WEIGHTS]
-    if any(next(snapshot.glob(pattern), None) for pattern in _PICKLES):
+    if any(next(snapshot.glob(f"*{suffix}"), None) for suffix in PICKLED_SUFFIXES):
         raise StartError(
             f"{snapshot} has pickled weights only, which are converted before a load; this conversion has failed, or"
             " --no-prepare, `python` or trust-remote-code prevents it; take a revision with safetensors"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from worker.errors import StartError
+from worker.protocol.argv import POOLINGS
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import is_below
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "last")  # in order of concatenation
-POOLING_OPTIONS = ("none", "mean", "cls", "last", "rank")  # values of the preset option `pooling`
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -90,8 +90,8 @@ def read(snapshot: Path, asked: str = "") -> EmbedderConfig:
 
     A final Normalize is dropped: the option `embd_normalize` decides about normalization. Raises StartError.
     """
-    if asked and asked not in POOLING_OPTIONS:
-        raise StartError(f"pooling {asked!r} is none of {', '.join(POOLING_OPTIONS)}", Exit.USAGE)
+    if asked and asked not in POOLINGS:
+        raise StartError(f"pooling {asked!r} is none of {', '.join(POOLINGS)}", Exit.USAGE)
     if asked == "rank":
         raise StartError("pooling = rank needs a cross-encoder (*ForSequenceClassification); leave it out to embed")
     _check_transformer(snapshot / TRANSFORMER, read_json(snapshot / TRANSFORMER), "feature-extraction")
