@@ -37,15 +37,15 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.sample.grammar import (
-    ASIDE_SECONDS,
     COMPILE_SECONDS,
     COMPILING_BYTES,
+    DETACH_SECONDS,
     KEPT_SECONDS,
     LARGE_COMPILING_BYTES,
     LONG_TEXT,
     MASK_SECONDS,
-    MAX_ASIDE,
     MAX_COMPILED,
+    MAX_DETACHED,
     SLOW_SECONDS,
     GrammarMatcher,
     Grammars,
@@ -379,7 +379,7 @@ def test_a_mask_that_takes_too_long_fails_and_those_behind_it_are_computed() -> 
     assert grammars.is_late(slow)
     assert not mask.future.done()
     grammars.clock.seconds += SLOW_SECONDS + 0.001
-    assert grammars.is_late(slow), "it steps aside and goes on"
+    assert grammars.is_late(slow), "it is detached and goes on"
     assert mask.future.result(DEADLINE).any()
     assert not grammars.is_late(usual)
     grammars.clock.seconds += MASK_SECONDS
@@ -624,8 +624,8 @@ class CountedGrammars(Grammars):
         return super()._compile(grammar, environment)
 
 
-async def test_a_slow_compilation_steps_aside_for_the_grammars_behind_it() -> None:
-    grammars = CountedGrammars(CountedClock(), ASIDE_SECONDS + 0.01)
+async def test_a_slow_compilation_is_detached_and_the_grammars_behind_it_go_on() -> None:
+    grammars = CountedGrammars(CountedClock(), DETACH_SECONDS + 0.01)
     slow = asyncio.create_task(grammars.compiled(Grammar("regex", "slow")))
     await asyncio.to_thread(grammars.begun.get, timeout=DEADLINE)
     assert (await grammars.compiled(Grammar("regex", "a"))).failure == ""
@@ -635,14 +635,14 @@ async def test_a_slow_compilation_steps_aside_for_the_grammars_behind_it() -> No
     grammars.close()
 
 
-async def test_few_slow_compilations_run_aside_even_if_their_clients_disconnect() -> None:
-    grammars = CountedGrammars(CountedClock(), ASIDE_SECONDS + 0.01)
-    for number in range(MAX_ASIDE + 1):
+async def test_few_slow_compilations_run_detached_even_if_their_clients_disconnect() -> None:
+    grammars = CountedGrammars(CountedClock(), DETACH_SECONDS + 0.01)
+    for number in range(MAX_DETACHED + 1):
         slow = asyncio.create_task(grammars.compiled(Grammar("regex", f"slow{number}")))
         await asyncio.to_thread(grammars.begun.get, timeout=DEADLINE)
         slow.cancel()
     short = asyncio.create_task(grammars.compiled(Grammar("regex", "a")))
-    assert not (await asyncio.wait({short}, timeout=0.2))[0], "too many are aside"
+    assert not (await asyncio.wait({short}, timeout=0.2))[0], "too many are detached"
     grammars.clock.seconds += COMPILE_SECONDS
     assert (await short).failure == "", "the slow one has exceeded its time"
     grammars.released.set()

@@ -1,4 +1,4 @@
-"""The thread of calls of which a slow one can step aside."""
+"""The thread of calls of which a slow one can be detached."""
 
 import functools
 import threading
@@ -25,7 +25,7 @@ def test_jobs_run_in_their_order_in_one_thread() -> None:
     thread.close()
 
 
-def test_the_jobs_behind_one_that_is_stepped_aside_run_in_another_thread() -> None:
+def test_the_jobs_behind_a_detached_one_run_in_another_thread() -> None:
     thread = WorkThread("jobs")
     begun, release = threading.Event(), threading.Event()
 
@@ -38,12 +38,12 @@ def test_the_jobs_behind_one_that_is_stepped_aside_run_in_another_thread() -> No
     behind = thread.submit(lambda: "result")
     assert begun.wait(DEADLINE)
     assert not behind.future.done()
-    thread.step_aside(stuck)
+    thread.detach(stuck)
     assert behind.future.result(DEADLINE) == "result"
     release.set()
     assert stuck.future.result(DEADLINE) == "late"
-    # the thread of the job that stepped aside takes no further one
-    thread.step_aside(stuck)
+    # the thread of the detached job takes no further one
+    thread.detach(stuck)
     assert thread.submit(lambda: "next").future.result(DEADLINE) == "next"
     thread.close()
 

@@ -8,8 +8,8 @@ lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one core.
 A grammar comes from a client, and some take a second per token. So its work is bounded, in CPU time:
 
 * Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
-  their own, so that they do not delay short ones. A compilation that takes more than ASIDE_SECONDS steps aside for the
-  ones behind it.
+  their own, so that they do not delay short ones. A compilation that takes more than DETACH_SECONDS is detached, so that
+  those behind it continue.
 * Each mask: by MASK_SECONDS. A request with a slower one ends with an error of its own.
 
 No step waits for a mask while other sequences can go on. A sequence whose mask is late gets no token in that step. It
@@ -63,8 +63,8 @@ MAX_SYMBOLS = 100_000
 # words needs 200,000. The default is 1,000,000.
 MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
-ASIDE_SECONDS = 0.25
-MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
+DETACH_SECONDS = 0.25
+MAX_DETACHED = 1  # detached compilations at once, to bound their memory and the cores that they take
 MASK_SECONDS = 0.2
 # CPU time of a slow mask. A usual one takes 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms
 # (english.gbnf of llama.cpp).
@@ -262,7 +262,7 @@ class Grammars:
         self._compilers = tuple(
             WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
         )
-        self._aside = threading.Semaphore(MAX_ASIDE)
+        self._detached = threading.Semaphore(MAX_DETACHED)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of a text. Blocks while it compiles. From any thread.
@@ -346,15 +346,15 @@ class Grammars:
             future.cancel()  # a grammar that waits for its turn is dropped
 
     def _pass_slow(self, thread: WorkThread) -> None:
-        """Continue with the grammars behind a slow one, which steps aside. Its client may have disconnected."""
+        """Detach a slow compilation, so that the grammars behind it are compiled. Its client may have disconnected."""
         job = thread.current
         if job is None:
             return
         if job.cpu_seconds > self._compile_seconds:
-            thread.step_aside(job)
-        elif job.cpu_seconds > ASIDE_SECONDS and self._aside.acquire(blocking=False):
-            thread.step_aside(job)
-            job.future.add_done_callback(lambda _: self._aside.release())
+            thread.detach(job)
+        elif job.cpu_seconds > DETACH_SECONDS and self._detached.acquire(blocking=False):
+            thread.detach(job)
+            job.future.add_done_callback(lambda _: self._detached.release())
 
     def mask(self, matcher: GrammarMatcher) -> Job[Bits]:
         """The mask of the next token, which another thread computes. Asking again gives the same job."""
@@ -372,7 +372,7 @@ class Grammars:
         for thread, most in zip(self._mask_threads, (SLOW_SECONDS, MASK_SECONDS), strict=True):
             current = thread.current
             if current is not None and current.cpu_seconds > most:
-                thread.step_aside(current)
+                thread.detach(current)
         if job.cpu_seconds > MASK_SECONDS:
             raise _too_complex(matcher.field, "choosing a token takes too long")
         return True

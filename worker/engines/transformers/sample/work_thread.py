@@ -1,6 +1,6 @@
-"""A thread for calls into a library that cannot be interrupted, and of which a slow one can step aside.
+"""A thread for calls into a library that cannot be interrupted, and of which a slow one can be detached.
 
-A call that steps aside goes on in its thread, and the calls behind it continue in another one. The CPU time of a call
+A detached call goes on in its thread, and the calls behind it continue in another one. The CPU time of a call
 is measured from outside, so a machine that is busy with something else makes no call slow.
 """
 
@@ -87,10 +87,10 @@ class WorkThread:
 
     @property
     def current(self) -> Job[Any] | None:
-        """The job that is running, unless it stepped aside."""
+        """The job that is running, unless it was detached."""
         return self._current
 
-    def step_aside(self, job: Job[Any]) -> None:
+    def detach(self, job: Job[Any]) -> None:
         """Continue with the next job in a new thread, if `job` is still running. It goes on in its own thread."""
         with self._lock:
             if self._current is job:
@@ -110,7 +110,7 @@ class WorkThread:
 
     def _start(self) -> None:
         self._current = None
-        # A daemon: a job that stepped aside must not delay the exit of the process.
+        # A daemon: a detached job must not delay the exit of the process.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
