@@ -8,8 +8,8 @@ lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one core.
 A grammar comes from a client, and some take a second per token. So its work is bounded, in CPU time:
 
 * Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
-  their own, so that they do not delay short ones. A compilation that takes more than DETACH_SECONDS is detached, so that
-  those behind it continue.
+  their own, so that they do not delay short ones. A compilation that takes more than DETACH_SECONDS is detached, so
+  that those behind it continue.
 * Each mask: by MASK_SECONDS. A request with a slower one ends with an error of its own.
 
 No step waits for a mask while other sequences can go on. A sequence whose mask is late gets no token in that step. It
