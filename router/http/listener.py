@@ -476,6 +476,7 @@ class _PlainConnection(asyncio.Protocol):
         finally:
             self.task = self._idle = None
             self.is_busy = False
+            self._since = listener.loop.time()
             if self.transport is not None:
                 self.transport.close()
 
@@ -498,9 +499,12 @@ class _PlainConnection(asyncio.Protocol):
 
     def check(self, now: float, keep_alive: float = KEEP_ALIVE) -> None:
         """Hand over a request that arrives slowly; close a connection that has been idle for `keep_alive` seconds."""
-        if self.is_busy:
+        if self.is_busy or self.transport is None:
             return
-        if self._data:
+        if self.transport.is_closing():  # which takes until the client has read its response
+            if now - self._since > KEEP_ALIVE:
+                self.transport.abort()
+        elif self._data:
             if now - self._since > SWEEP:
                 self._hand_over()
         elif now - self._since > keep_alive:

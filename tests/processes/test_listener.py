@@ -186,6 +186,31 @@ async def test_an_idle_connection_is_closed_after_the_keep_alive_time(tmp_path: 
             writer.close()
 
 
+@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
+async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnected(tmp_path: Path, ends: bytes) -> None:
+    async with world(tmp_path, respond) as up:
+        _, writer = await up.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: len(up.listener.connections) == 1)
+        (connection,) = up.listener.connections
+        answered = 0
+        while connection.transport is not None and not connection.transport.get_write_buffer_size():
+            writer.write(request({"fake": 1 << 14}))
+            answered += 1
+            await until(lambda: len(up.requests) == answered and not connection.is_busy)  # noqa: B023
+        if ends:
+            writer.write(request({"fake": 1}, headers=ends))
+            await until(lambda: len(up.requests) == answered + 1 and not connection.is_busy)
+        now = asyncio.get_running_loop().time()
+        for after in (1, KEEP_ALIVE - 1):
+            connection.check(now + after)
+            assert connection.transport is not None
+        for _ in range(2):
+            connection.check(now + KEEP_ALIVE + 1)
+        await until(lambda: not up.listener.connections)
+        writer.close()
+
+
 async def test_closing_ends_idle_connections_and_finishes_running_responses(tmp_path: Path) -> None:
     go = asyncio.Event()
 
