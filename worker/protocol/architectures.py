@@ -69,7 +69,7 @@ SCALE = re.compile(
 )
 
 # Tensors that only quantized weights have: packed numbers and their scales.
-_QUANTIZED = re.compile(r"\.(qweight|weight_packed|weight_scale|weight_scale_inv)$")
+_QUANTIZED = re.compile(r"\.(qweight|weight_packed|weight_scale|weight_scale_inv|SCB)$")
 
 
 def unstated_quantization(names: Iterable[str]) -> str:

@@ -456,6 +456,14 @@ def _scaled(folder: Path) -> None:
     save_file({**tensors, **stored}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def _scaled_by_row(folder: Path) -> None:
+    """As bitsandbytes in 8 bits."""
+    name = "model.layers.0.mlp.up_proj"
+    tensors = load_file(folder / WEIGHTS)
+    stored = {f"{name}.weight": tensors[f"{name}.weight"].to(torch.int8), f"{name}.SCB": torch.ones(128)}
+    save_file({**tensors, **stored}, folder / WEIGHTS, metadata={"format": "pt"})
+
+
 _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
 
 
@@ -482,6 +490,7 @@ _quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
         ),
         (changed(pad_token_id=99999), ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
         (_quantized, ["gptq", "pip install"]),
+        (_scaled_by_row, ["(model.layers.0.mlp.up_proj.SCB)", "config.json has no quantization_config"]),
         (_scaled, ["(model.layers.0.mlp.up_proj.weight_scale)", "config.json has no quantization_config"]),
     ],
 )
