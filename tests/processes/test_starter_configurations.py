@@ -38,6 +38,7 @@ MISTRAL_7B = {
 # Config, settings, and the memory that the driver of the card reports, in MiB.
 STARTERS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "LMI, 64 sequences, Llama-2-7B, 24 GB": (LLAMA_7B, {"parallel": 64}, 24564),
+    "LMI, 64 sequences, Llama-2-7B, 80 GB": (LLAMA_7B, {"parallel": 64}, 81559),
     "LMI, 64 sequences, Mistral-7B, 80 GB": (MISTRAL_7B, {"parallel": 64}, 81559),
     "EricLLM, 8 prompts, Llama-2-7B, 24 GB": (LLAMA_7B, {"parallel": 8}, 24564),
     "FastChat, no option, Llama-2-13B, 32 GB": (LLAMA_13B, {}, 32510),
