@@ -202,8 +202,16 @@ def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
     )  # fmt: skip
 
 
+class _Run(click.Command):
+    """Chat. Click alone would read -hf as -h and print the help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--hf-repo" if word in ("-hf", "-hfr") else word for word in args])
+
+
 @cli.command(
     "run",
+    cls=_Run,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     help="Chat with MODEL in the terminal. A running router is used if it lists the model. Otherwise one is started for"
     " the chat, with OPTIONS of `router serve`, such as --ctx-size 4096.",

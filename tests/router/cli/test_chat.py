@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from router.cli import chat
+from router.cli.main import main
 
 
 def frame(**delta: str) -> bytes:
@@ -87,3 +88,8 @@ def test_an_error_of_a_proxy_is_named_by_its_status(
 ) -> None:
     assert talk(monkeypatch, "hello\n", httpx.Response(502, text=body)) == (1, [["hello"]])
     assert capsys.readouterr().err.endswith("router answered 502\n")
+
+
+def test_a_repository_is_named_as_for_llama_cli(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-hf", "/no/repository"]) == 1
+    assert '--hf-repo: [repository] "/no/repository" is not org/name' in capfd.readouterr().err
