@@ -46,7 +46,8 @@ DOCUMENTED = {
         awq_mm_version awq_weight_bit_width awq_zero_point fp8_ignore fp8_scheme max_draft_len use_custom_all_reduce
         enable_cuda_graph attention_layout collectives_layout context_length_estimate
         enable_mixed_precision_accumulation n_positions neuron_optimize_level OPTION_MODEL HUGGING_FACE_HUB_TOKEN
-        models model-store config-file decoding_strategy max_sparsity max_splits
+        models model-store config-file decoding_strategy max_sparsity max_splits quantization cpu_offload_gb
+        max_input_len kv_transfer_config OPTION_ENTRY_POINT SERVING_MIN_WORKERS SERVING_MAX_WORKERS
     """,
     # --help of model_worker, multi_model_worker, controller, openai_api_server and the workers of other engines
     # (LightLLM, SGLang, vLLM); cli in the README; variables
@@ -89,7 +90,7 @@ DOCUMENTED = {
         media-io-kwargs max-long-partial-prefills safetensors-load-strategy api-server-count
         reasoning-parser-plugin tool-parser-plugin enable-eplb enable-dbo enable-log-requests
         disable-cascade-attn disable-uvicorn-access-log enable-lora async-scheduling enable-expert-parallel
-        pipeline-parallel-size data-parallel-size nnodes quantization
+        pipeline-parallel-size data-parallel-size nnodes quantization disable_log_stats
 
         PEFT_SHARE_BASE_WEIGHTS FASTCHAT_USE_MODELSCOPE FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION
         FASTCHAT_WORKER_HEART_BEAT_INTERVAL FASTCHAT_WORKER_API_TIMEOUT FASTCHAT_WORKER_API_EMBEDDING_BATCH_SIZE
@@ -138,7 +139,9 @@ DOCUMENTED = {
         spec-ngram-map-k-size-n spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n
         spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits draft-max draft-min spec-default
         spec-draft-type-k spec-draft-type-v spec-ngram-size-n spec-ngram-size-m spec-ngram-min-hits
-        gpt-oss-20b-default fim-qwen-7b-default fim-qwen-7b-spec LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT
+        gpt-oss-20b-default gpt-oss-120b-default embd-gemma-default vision-gemma-4b-default vision-gemma-12b-default
+        fim-qwen-1.5b-default fim-qwen-3b-default fim-qwen-7b-default fim-qwen-30b-default fim-qwen-7b-spec
+        fim-qwen-14b-spec list-devices LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT
         LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V LLAMA_ARG_THINK_BUDGET_MESSAGE
         MTMD_BACKEND_DEVICE LLAMA_ARG_LOG_FILE LLAMA_ARG_UI
         version ctx-size-draft verbose-prompt checkpoint-every-n-tokens LLAMA_ARG_CHECKPOINT_EVERY_NT

@@ -94,7 +94,7 @@ TINY = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
     "max_position_embeddings": 8192, "torch_dtype": "float32",
 }  # fmt: skip
-QUANTIZED = re.compile(r"(?:-q |quantize\s*=\s*)(awq|gptq|fp8)", re.IGNORECASE)
+QUANTIZED = re.compile(r"(?:-q |quanti(?:ze|zation)\s*=\s*)(awq|gptq|fp8)", re.IGNORECASE)
 RERANKS = re.compile("rerank|CrossEncoder")
 
 
