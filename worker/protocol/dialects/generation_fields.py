@@ -131,7 +131,7 @@ TUNING: Body = {
     "repeat_last_n": s.integer(-1, MAX_INT32, "Number of last tokens that repetition_penalty considers; -1 is all."),
     "presence_penalty": s.number(-2, 2),
     "frequency_penalty": s.number(-2, 2),
-    # More would take time in proportion: each place of a prompt is noted by as many tokens.
+    # The time that a prompt takes grows with this number: each of its positions is stored by as many tokens.
     "no_repeat_ngram_size": s.integer(0, 64, "No sequence of this many tokens occurs twice; 0 is off."),
 }
 
