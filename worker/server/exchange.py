@@ -21,7 +21,7 @@ from worker.protocol.events import RequestEnded
 from worker.protocol.routes import REQUEST_ID_HEADER, ignored_fields
 from worker.protocol.streams import error_frame, keepalive_frame, stream
 from worker.server.bodies import MAX_BODY_BYTES
-from worker.server.merge import Batch, MergedDeltas
+from worker.server.merge import ArrivedDeltas, MergedDeltas
 
 ID = web.RequestKey("id", str)
 DIALECT = web.RequestKey("dialect", Dialect)
@@ -66,7 +66,7 @@ class ServerExchange:
         self._later_tokens = 0  # after the first one of each choice
         self._later_seconds = 0.0
 
-    def count(self, batch: Batch) -> None:
+    def count(self, batch: ArrivedDeltas) -> None:
         for number, delta in batch:
             if delta.tokens and not self._tokens:
                 self._ttft = time.monotonic() - self.began
@@ -167,7 +167,7 @@ class StreamFrames:
         prompt is being computed for a ping interval. Every failure before that gets a status of its own."""
         interval, due = self._call.ping_interval, None
         while True:
-            batch = await _next_batch(due, deltas)
+            batch = await _next_deltas(due, deltas)
             if batch is None:
                 return self._comment()
             frames = self._frames(batch, exchange)
@@ -180,7 +180,7 @@ class StreamFrames:
         interval = self._call.ping_interval
         due = None if interval is None else asyncio.get_running_loop().time() + interval
         while True:
-            batch = await _next_batch(due, deltas)
+            batch = await _next_deltas(due, deltas)
             if batch is None:
                 return self._comment()
             if not batch:
@@ -188,7 +188,7 @@ class StreamFrames:
             if frames := self._frames(batch, exchange):
                 return frames
 
-    def _frames(self, batch: Batch, exchange: ServerExchange) -> bytes:
+    def _frames(self, batch: ArrivedDeltas, exchange: ServerExchange) -> bytes:
         exchange.count(batch)
         for number, delta in batch:
             if delta.progress is not None and delta.index == 0:
@@ -205,11 +205,11 @@ class StreamFrames:
         return keepalive_frame(self._dialect, text, has_begun=self._has_begun, model=self._model)
 
 
-async def _next_batch(due: float | None, deltas: MergedDeltas) -> Batch | None:
-    """The next batch; None if none arrives before `due` (the loop's clock; None: unbounded)."""
+async def _next_deltas(due: float | None, deltas: MergedDeltas) -> ArrivedDeltas | None:
+    """The next deltas; None if none arrives before `due` (the loop's clock; None: unbounded)."""
     try:
         async with asyncio.timeout_at(due):
-            return await deltas.next_batch()
+            return await deltas.next_deltas()
     except TimeoutError:
         return None
 

@@ -9,7 +9,7 @@ from worker.interface import Delta, Engine, GenerationRequest
 
 MAX_CONCURRENT = 64  # choices of one request in the engine: a long list of prompts must not fill its queue alone
 
-Batch = list[tuple[int, Delta]]  # deltas in order of arrival, each with the number of its generation
+ArrivedDeltas = list[tuple[int, Delta]]  # deltas in order of arrival, each with the number of its generation
 
 
 class MergedDeltas:
@@ -42,12 +42,12 @@ class MergedDeltas:
             task.cancel()
         await asyncio.wait(self._tasks)
 
-    async def next_batch(self) -> Batch:
+    async def next_deltas(self) -> ArrivedDeltas:
         """Return everything that has arrived, at least one delta; an empty list at the end. Cancelling loses nothing.
 
         Raises the error of a generation, after the deltas that arrived before it.
         """
-        batch: Batch = []
+        batch: ArrivedDeltas = []
         while self._open and self._error is None and not (batch and self._arrived.empty()):
             arrived = await self._arrived.get()  # suspends only while the batch is empty
             if arrived is None:

@@ -58,7 +58,7 @@ from worker.server.exchange import (
     json_response,
     public_error,
 )
-from worker.server.merge import Batch, MergedDeltas
+from worker.server.merge import ArrivedDeltas, MergedDeltas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -290,8 +290,8 @@ class Server:
         async with self._deltas(call) as deltas:
             if call.stream:
                 return await self._stream(exchange, call, deltas, model.options.name)
-            collected: Batch = []
-            while batch := await deltas.next_batch():
+            collected: ArrivedDeltas = []
+            while batch := await deltas.next_deltas():
                 exchange.count(batch)
                 collected += batch
         return await exchange.send(json_response(call.reply.full_body(collected), call.ignored))

@@ -45,32 +45,32 @@ def generations(count: int, text: str = "hi") -> list[GenerationRequest]:
 async def test_deltas_that_arrived_before_an_error_come_before_it() -> None:
     async with MergedDeltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
         await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "0"])  # all three are waiting
-        assert [delta.text for _, delta in await deltas.next_batch()] == ["a", "b"]
+        assert [delta.text for _, delta in await deltas.next_deltas()] == ["a", "b"]
         for _ in range(2):
             with pytest.raises(SequenceFailed):
-                await deltas.next_batch()
+                await deltas.next_deltas()
 
 
 async def test_all_generations_end_with_an_empty_batch() -> None:
     async with MergedDeltas(FakeEngine(serving.tokenizer()), generations(3)) as deltas:
         texts = ["", "", ""]
-        while batch := await deltas.next_batch():
+        while batch := await deltas.next_deltas():
             for number, delta in batch:
                 texts[number] += delta.text
         assert texts == ["0 Gr\ufffd"] * 3
-        assert await deltas.next_batch() == []
+        assert await deltas.next_deltas() == []
 
 
 async def test_a_cancelled_wait_loses_nothing() -> None:
     engine = FakeEngine(serving.tokenizer())
     async with MergedDeltas(engine, generations(1, "hold")) as deltas:
-        waiting = asyncio.create_task(deltas.next_batch())
+        waiting = asyncio.create_task(deltas.next_deltas())
         await engine.until("begin")
         waiting.cancel()
         await asyncio.wait([waiting])
         engine.gate.set()
         text = ""
-        while batch := await deltas.next_batch():
+        while batch := await deltas.next_deltas():
             text += "".join(delta.text for _, delta in batch)
         assert text == "0 Gr\ufffd"
 
@@ -87,7 +87,7 @@ async def test_a_long_list_of_prompts_enters_the_engine_in_parts() -> None:
     engine = Counting(serving.tokenizer())
     async with MergedDeltas(engine, generations(MAX_CONCURRENT * 2)) as deltas:
         ended = 0
-        while batch := await deltas.next_batch():
+        while batch := await deltas.next_deltas():
             ended += sum(delta.finish is not None for _, delta in batch)
     assert (ended, engine.most) == (MAX_CONCURRENT * 2, MAX_CONCURRENT)
 
@@ -97,7 +97,7 @@ async def test_a_list_of_prompts_enters_the_engine_in_parts_that_its_queue_admit
     engine = Counting(serving.tokenizer())
     several = [replace(generation, n=n) for generation in generations(40)]
     async with MergedDeltas(engine, several, room=room) as deltas:
-        while await deltas.next_batch():
+        while await deltas.next_deltas():
             pass
     assert engine.most == most
 
@@ -108,5 +108,5 @@ async def test_a_failure_from_outside_ends_the_wait() -> None:
         await engine.until("begin")
         deltas.fail(Draining("stop"))
         with pytest.raises(Draining):
-            await deltas.next_batch()
+            await deltas.next_deltas()
     assert engine.journal == ["begin", "cancelled"]
