@@ -28,8 +28,8 @@ from router.launch.readings import Claim, DeviceSampler, ReadableDevices, Shared
 from router.launch.spawn import PYTHON_ARGV, Spawner, may_fork
 from router.launch.worker_process import (
     Heartbeat,
+    LaunchServices,
     LocalWorker,
-    Machine,
     Watchdog,
     WorkerStart,
     device_names,
@@ -102,7 +102,7 @@ class LocalLauncher:
             devices, shared_folder, shared_bytes=shared_bytes, latest=lambda: self._sampler.latest
         )
         self._sampler = DeviceSampler(self._shared, lambda: self.on_reading())
-        self._machine = Machine(self._sampler, self._ooms, self.fork_servers)
+        self._services = LaunchServices(self._sampler, self._ooms, self.fork_servers)
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin
         # covers as long as there are not several of them.
@@ -221,7 +221,7 @@ class LocalLauncher:
         worker = None
         try:
             async with self._spawner.running(program, command, "serve", tag, token, visible) as child:
-                worker = LocalWorker(start, child, self._machine)
+                worker = LocalWorker(start, child, self._services)
                 try:
                     yield worker
                 finally:

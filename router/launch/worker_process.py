@@ -157,8 +157,8 @@ class WorkerStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The parts of this machine that its worker processes use."""
+class LaunchServices:
+    """The parts of a launcher that its worker processes use."""
 
     devices: DeviceSampler
     ooms: OomKills
@@ -168,11 +168,11 @@ class Machine:
 class LocalWorker:
     """One serving worker process of this machine. Implements `WorkerProcess`, and `EarlyProcess` before it is ready."""
 
-    def __init__(self, start: WorkerStart, child: Child, machine: Machine):
+    def __init__(self, start: WorkerStart, child: Child, services: LaunchServices):
         loop = asyncio.get_running_loop()
         self.token = start.token
         self.pid = child.pid
-        self.forked = machine.fork_servers.has_forked(child.pid)
+        self.forked = services.fork_servers.has_forked(child.pid)
         self.names = start.names
         self.measured: dict[DeviceId, int] = {}
         self.settle_seconds = 0.0
@@ -181,7 +181,7 @@ class LocalWorker:
         self._address = start.command.listen
         self._start = start
         self._child = child
-        self._machine = machine
+        self._services = services
         self._loop = loop
         self._prepared: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[Ready] = loop.create_future()
@@ -215,7 +215,7 @@ class LocalWorker:
         await self._unless_lost(self._check_health())
         self._serving = True
         self._heartbeat.serving(self._loop.time())
-        self._machine.fork_servers.warm(self.ready.modules)  # for the next worker of its family
+        self._services.fork_servers.warm(self.ready.modules)  # for the next worker of its family
 
     async def prepared(self) -> None:
         """Implements `EarlyProcess.prepared`."""
@@ -231,7 +231,7 @@ class LocalWorker:
             devices=list(model_devices(self.names)),
             reserved=command.reserved,
             kv_tokens=command.kv_tokens,
-            visible=self._machine.devices.visible(self.names),
+            visible=self._services.devices.visible(self.names),
         )
         self._child.send(encode_grant(grant))
         await self.start()
@@ -314,7 +314,7 @@ class LocalWorker:
 
     def _on_exited(self, exited: "asyncio.Future[int]") -> None:
         code = exited.result()
-        oom_killed = self._machine.ooms.explains(code, self._loop.time())
+        oom_killed = self._services.ooms.explains(code, self._loop.time())
         self._lose(lost_by_exit(self._program, "serve", code, self._child.cause, oom_killed=oom_killed))
 
     def _lose(self, lost: WorkerLost) -> None:
