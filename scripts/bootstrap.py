@@ -42,7 +42,7 @@ NEED_TORCH = {"worker", "gptq", "auto-gptq", "bitsandbytes"}
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
-class Failure(Exception):
+class Missing(Exception):
     """The bootstrap failed. The message is one sentence: what is missing, and the remedy."""
 
 
@@ -57,7 +57,7 @@ def main() -> int:
         extras = known_extras(options.extras)
         with locked(venv):
             bootstrap(venv, extras, options.torch, offline=options.offline)
-    except Failure as failure:
+    except Missing as failure:
         say(str(failure))
         return 1
     except KeyboardInterrupt:
@@ -81,13 +81,13 @@ def arguments() -> argparse.Namespace:
 
 
 def known_extras(text: str) -> list[str]:
-    """The extras named in `text`, sorted. Raises Failure for one that pyproject.toml does not have."""
+    """The extras named in `text`, sorted. Raises Missing for one that pyproject.toml does not have."""
     section = PYPROJECT.read_text("utf-8").partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     known = re.findall(r"^([a-z0-9-]+) *=", section, re.MULTILINE)
     wanted = sorted({part.strip() for part in text.split(",") if part.strip()})
     for extra in wanted:
         if extra not in known:
-            raise Failure(f"there is no extra {extra!r}; pyproject.toml has {', '.join(known)}")
+            raise Missing(f"there is no extra {extra!r}; pyproject.toml has {', '.join(known)}")
     return wanted
 
 
@@ -183,7 +183,7 @@ def probe(command: str) -> tuple[str, bool]:
 
 
 def choose_interpreter(asked: str) -> str:
-    """The first interpreter that is new enough and has venv: `asked`, else of INTERPRETERS. Raises Failure."""
+    """The first interpreter that is new enough and has venv: `asked`, else of INTERPRETERS. Raises Missing."""
     seen = {command: probe(command) for command in ((asked,) if asked else INTERPRETERS)}
     for command, (version, complete) in seen.items():
         if complete and numbers(version) >= OLDEST:
@@ -191,10 +191,10 @@ def choose_interpreter(asked: str) -> str:
     for command, (version, _) in seen.items():
         if version and numbers(version) >= OLDEST:
             short = ".".join(version.split(".")[:2])
-            raise Failure(f"{command} has no venv module; install it (Debian, Ubuntu: apt install python{short}-venv)")
+            raise Missing(f"{command} has no venv module; install it (Debian, Ubuntu: apt install python{short}-venv)")
     found = [f"{command} is {version}" for command, (version, _) in seen.items() if version]
     instead = "; " + ", ".join(found) if found else f"; {asked} does not run" if asked else ""
-    raise Failure(
+    raise Missing(
         f"Python 3.11 or newer is needed{instead}. Install one, or name one: BOOTSTRAP_PYTHON=/path/to/python3.12"
     )
 
@@ -204,7 +204,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_packages: bool) -> str:
-    """The interpreter of a working environment in `venv`, which is created if necessary. Raises Failure."""
+    """The interpreter of a working environment in `venv`, which is created if necessary. Raises Missing."""
     python = str(venv / "bin" / "python")
     ours = (venv / STAMP).exists()
     version, _ = probe(python)
@@ -212,7 +212,7 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
     if works and (not ours or is_asked_for(venv, have, asked)):
         return python
     if not ours and venv.exists() and any(venv.iterdir()):
-        raise Failure(
+        raise Missing(
             f"{venv} is not empty and was not created by this script; remove it, or name another folder with --venv DIR"
         )
     interpreter = choose_interpreter(asked)
@@ -222,7 +222,7 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
     (venv / STAMP).write_text("{}\n", "utf-8")
     command = [interpreter, "-m", "venv", *(["--system-site-packages"] if system_packages else []), str(venv)]
     if subprocess.run(command, env=environment(), stdout=sys.stderr, check=False).returncode:
-        raise Failure(f"{' '.join(command)} failed, see above; BOOTSTRAP_PYTHON names another interpreter")
+        raise Missing(f"{' '.join(command)} failed, see above; BOOTSTRAP_PYTHON names another interpreter")
     return python
 
 
@@ -242,7 +242,7 @@ def runs(command: list[str], cwd: Path | None = None) -> bool:
 
 
 def install(python: str, extras: list[str], build: str, *, offline: bool) -> None:
-    """Install torch in the build `build`, then all other packages in one call of pip. Raises Failure."""
+    """Install torch in the build `build`, then all other packages in one call of pip. Raises Missing."""
     torch: list[str] = []
     replaced: dict[str, str] = {}
     if NEED_TORCH & set(extras):
@@ -255,7 +255,7 @@ def install(python: str, extras: list[str], build: str, *, offline: bool) -> Non
     with constraints(replaced) as file:
         done = pip(python, "-c", file, *torch, "-e", wanted, offline=offline)
     if not done:
-        raise Failure(
+        raise Missing(
             "the packages could not be installed, see above; the first run needs a package index"
             " (check the network), or a folder of wheels named by PIP_FIND_LINKS"
         )
@@ -271,7 +271,7 @@ def torch_requirement(python: str, build: str, *, offline: bool) -> str:
         return local
     say(f"no CPU build of torch among pip's own sources; asking {CPU_INDEX}")
     if offline or not pip(python, "--no-deps", "--index-url", CPU_INDEX, local, offline=False):
-        raise Failure(
+        raise Missing(
             f"no CPU build of torch {version} was found, neither at pip's own sources nor at {CPU_INDEX}. The build for"
             f" CUDA would be {CUDA_SIZE}: install it with scripts/bootstrap.py --torch cuda, or name a folder with the"
             " CPU wheel by PIP_FIND_LINKS"
@@ -284,7 +284,7 @@ def installed_torch(python: str) -> str:
     done = subprocess.run([python, "-P", "-c", code], env=environment(), capture_output=True, text=True, check=False)
     version = done.stdout.strip()
     if done.returncode or numbers(version) < OLDEST_TORCH:
-        raise Failure(
+        raise Missing(
             f"--torch installed: the environment has {f'torch {version}' if version else 'no torch'}, and 2.8 or newer"
             " is needed; install one, or choose --torch cpu or --torch cuda"
         )
@@ -294,7 +294,7 @@ def installed_torch(python: str) -> str:
 def pinned(name: str) -> str:
     match = re.search(rf"^{name}==(\S+)", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
     if not match:
-        raise Failure(f"{CONSTRAINTS} has no pin of {name}; make it anew with scripts/refresh_constraints.sh")
+        raise Missing(f"{CONSTRAINTS} has no pin of {name}; make it anew with scripts/refresh_constraints.sh")
     return match.group(1)
 
 
@@ -324,7 +324,7 @@ def pip(python: str, *arguments: str, offline: bool) -> bool:
 def check(python: str, extras: list[str], build: str) -> None:
     """Check that both packages come from this checkout, that torch is installed, and that the router does not load it.
 
-    Raises Failure.
+    Raises Missing.
     """
     elsewhere = Path(python).parent  # a folder that holds neither `router` nor `worker`
     code = (
@@ -340,14 +340,14 @@ def check(python: str, extras: list[str], build: str) -> None:
     command = [python, "-P", "-c", code, str(ROOT)]
     done = subprocess.run(command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Failure(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the router cannot be imported")
+        raise Missing(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the router cannot be imported")
     if not NEED_TORCH & set(extras):
         return
     command = [python, "-P", "-c", "import torch, transformers; print(torch.__version__)"]
     done = subprocess.run(command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         cause = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
-        raise Failure(f"torch ({build}) was installed but cannot be imported: {cause[0]}; try another --torch")
+        raise Missing(f"torch ({build}) was installed but cannot be imported: {cause[0]}; try another --torch")
 
 
 if __name__ == "__main__":

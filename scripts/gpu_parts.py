@@ -38,12 +38,12 @@ CHUNK = 2048  # prefill-chunk that the router gives a worker on an accelerator b
 SETTLE = 10.0  # seconds within which the driver must have a dead process's memory back
 
 
-class Failed(Exception):
+class Defect(Exception):
     """The finding of a part, in one sentence."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class PartRun:
     """The place of a part and of its results."""
 
     device: str
@@ -61,7 +61,7 @@ class Setting:
 # Readings
 
 
-def used(setting: Setting, pid: int, index: int = 0) -> int:
+def used(setting: PartRun, pid: int, index: int = 0) -> int:
     """Bytes used on device `index` by the driver; on the CPU those of process `pid`."""
     if setting.on_cpu:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -83,7 +83,7 @@ def _reading(index: int = 0) -> tuple[Any, str]:
     for reading in devices.read():
         if reading.id.index == index:
             return reading, "; ".join(devices.notes)
-    raise Failed(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
+    raise Defect(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
 
 
 @cache
@@ -99,13 +99,13 @@ def _output(program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def _settled(setting: Setting, before: int, begin: float) -> float:
+def _settled(setting: PartRun, before: int, begin: float) -> float:
     """Seconds from `begin` until the driver has the `before` value again; 0 on the CPU, where the process has ended.
-    Raises Failed after SETTLE."""
+    Raises Defect after SETTLE."""
     while not setting.on_cpu and used(setting, 0) > before + 16 * MIB:
         if time.monotonic() - begin > SETTLE:
             left = (used(setting, 0) - before) >> 20
-            raise Failed(f"{left} MiB of a killed process are not back after {SETTLE:.0f} s")
+            raise Defect(f"{left} MiB of a killed process are not back after {SETTLE:.0f} s")
         time.sleep(0.02)
     return 0.0 if setting.on_cpu else time.monotonic() - begin
 
@@ -146,7 +146,7 @@ sys.stdin.read()
 """
 
 
-def device(setting: Setting) -> Facts:
+def device(setting: PartRun) -> Facts:
     """NVML against torch; memory of a process on the device before it computes; all of it is back after its exit."""
     from router.memory.estimate import RUNTIME_HOST
     from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES
@@ -159,9 +159,9 @@ def device(setting: Setting) -> Facts:
         facts |= {"total": reading.total, "used": reading.used, "torch_total": total, "torch_used": total - free}
         setting.record("readings", facts)
         if abs(reading.total - total) > 0.05 * total:
-            raise Failed(f"NVML says {reading.total >> 20} MiB in all, torch {total >> 20}: another device? {notes}")
+            raise Defect(f"NVML says {reading.total >> 20} MiB in all, torch {total >> 20}: another device? {notes}")
         if abs(reading.used - (total - free)) > 2048 * MIB:
-            raise Failed(f"NVML says {reading.used >> 20} MiB used, torch {(total - free) >> 20}")
+            raise Defect(f"NVML says {reading.used >> 20} MiB used, torch {(total - free) >> 20}")
     before = 0 if setting.on_cpu else used(setting, 0)
     process = subprocess.Popen([sys.executable, "-c", CONTEXT, setting.device], stdin=-1, stdout=-1, text=True)
     try:
@@ -180,7 +180,7 @@ def device(setting: Setting) -> Facts:
         "workspace": workspace, "assumed_workspaces": CUBLAS_WORKSPACE_BYTES,  # of three users
     }  # fmt: skip
     if context > assumed and not setting.on_cpu:  # there it depends on the build of torch
-        raise Failed(
+        raise Defect(
             f"a process takes {context >> 20} MiB here, more than the {assumed >> 20} MiB that estimates assume until a"
             " worker has measured it: raise DEVICE_PROCESS_BYTES in worker/protocol/memory.py"
         )
@@ -190,7 +190,7 @@ def device(setting: Setting) -> Facts:
 # Tests
 
 
-def smoke(setting: Setting) -> Facts:
+def smoke(setting: PartRun) -> Facts:
     """The tests marked `gpu`: equality with generate and with the CPU, graphs against dynamic steps, constant memory,
     no waits."""
     # Packages beside torch may warn where the test environment's do not.
@@ -212,7 +212,7 @@ def smoke(setting: Setting) -> Facts:
                 failures += [name] * (outcome != "PASSED")
                 setting.record("tests", {"passed": passed, "failed": failures})
     if tests.returncode or not passed:
-        raise Failed(f"{last}; {'; '.join(failures)[:1500]}")
+        raise Defect(f"{last}; {'; '.join(failures)[:1500]}")
     return {"passed": passed}
 
 
@@ -241,7 +241,7 @@ def bench() -> Any:
     return module
 
 
-def shape_name(setting: Setting) -> str:
+def shape_name(setting: PartRun) -> str:
     """The largest shape whose weights, with a KV cache beside them, fit on the device."""
     if setting.on_cpu:
         return "tiny"
@@ -249,7 +249,7 @@ def shape_name(setting: Setting) -> str:
     return "8b" if total > 36 << 30 else "1b" if total > 12 << 30 else "110m"
 
 
-def kept(setting: Setting, name: str, make: Callable[[Path], object]) -> Path:
+def kept(setting: PartRun, name: str, make: Callable[[Path], object]) -> Path:
     """The file or folder `name` among the shared models, which `make` creates once. It is whole or absent."""
     path = setting.models / name
     if not path.exists():
@@ -267,7 +267,7 @@ def kept(setting: Setting, name: str, make: Callable[[Path], object]) -> Path:
     return path
 
 
-def shaped(setting: Setting) -> Path:
+def shaped(setting: PartRun) -> Path:
     """A snapshot of that shape with random weights."""
     name = shape_name(setting)
     shape = bench().SHAPES[name]
@@ -285,7 +285,7 @@ def bandwidth(device: str) -> float:
 # Decoding
 
 
-def decode(setting: Setting) -> Facts:
+def decode(setting: PartRun) -> Facts:
     """Tokens per second of the engine, and its steps as a share of what reading weights and cache would take."""
     tool, shape = bench(), bench().SHAPES[shape_name(setting)]
     levels = (1, 4) if setting.on_cpu else (1, 64)
@@ -328,7 +328,7 @@ def _peak_host_bytes() -> int:
 class Stepper:
     """Decode steps of a model without scheduler and sampler, at any number of rows and context length."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: PartRun):
         from tests.worker.loaded import options
         from worker.engines.transformers.attention import paged
         from worker.engines.transformers.load import loader
@@ -389,7 +389,7 @@ class Stepper:
             _free(self.setting)
 
 
-def _free(setting: Setting) -> None:
+def _free(setting: PartRun) -> None:
     """Free what nothing refers to any more. The first of two collections of an engine frees only some of it."""
     for _ in range(2):
         gc.collect()
@@ -409,7 +409,7 @@ def _driver_and_allocator() -> tuple[int, int]:
     return total - free - reserved, reserved
 
 
-def trace(setting: Setting) -> Facts:
+def trace(setting: PartRun) -> Facts:
     """The kernels of one decode step at two sizes, counted, and saved as a trace for chrome://tracing."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -432,7 +432,7 @@ def trace(setting: Setting) -> Facts:
         }  # fmt: skip
         setting.record(f"{rows} rows", facts[f"{rows} rows"])
         if not counted:
-            raise Failed("the profiler shows no kernel of the step; CUPTI may be missing or in use")
+            raise Defect("the profiler shows no kernel of the step; CUPTI may be missing or in use")
     return facts
 
 
@@ -460,7 +460,7 @@ def kernels(events: Any, *, on_cpu: bool) -> Counter[str]:
     )
 
 
-def long(setting: Setting) -> Facts:
+def long(setting: PartRun) -> Facts:
     """Steps with long contexts: graph against kernel by kernel, and the share of what reading would take."""
     shape, rate = bench().SHAPES[shape_name(setting)], bandwidth(setting.device)
     import torch
@@ -548,7 +548,7 @@ _SIZES = {
 _SMALL_CHUNK = "--prefill-chunk=512"
 
 
-def promise(setting: Setting) -> Facts:
+def promise(setting: PartRun) -> Facts:
     """A worker of each family under load stays within its own estimate, by torch and by NVML, and all of its memory is
     back after a kill. Once it is ready, its peak rises by no more than the estimate allows for fragmentation."""
     families = ["llama"] if setting.on_cpu else list(FAMILIES)
@@ -557,7 +557,7 @@ def promise(setting: Setting) -> Facts:
             family: _asked(setting, family) for family in families if "promised" not in setting.known.get(family, {})
         }
         # Imports and estimates would take most of the part's time one after the other. Each worker waits for its grant.
-        workers = {family: stack.enter_context(Worker([*asked[family], "--prepare"])) for family in asked}
+        workers = {family: stack.enter_context(GpuWorker([*asked[family], "--prepare"])) for family in asked}
         pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
         estimates = {family: pool.submit(_estimate, options) for family, options in asked.items()}
 
@@ -574,8 +574,8 @@ def promise(setting: Setting) -> Facts:
         return judge_families(setting, families, measure)
 
 
-def judge_families(setting: Setting, families: Sequence[str], measure: Callable[[str], Facts]) -> Facts:
-    """Record what `measure` finds of each family. Raises Failed after the last one, if some break or take too much."""
+def judge_families(setting: PartRun, families: Sequence[str], measure: Callable[[str], Facts]) -> Facts:
+    """Record what `measure` finds of each family. Raises Defect after the last one, if some break or take too much."""
     facts, broken = Facts(), []
     for family in families:
         try:
@@ -596,11 +596,11 @@ def judge_families(setting: Setting, families: Sequence[str], measure: Callable[
         elif not setting.on_cpu and found["measured"] > found["measured_ready"] + found["fragmentation"]:
             broken.append(f"{family}: its peak rose under load after it was ready: {found}")
     if broken:
-        raise Failed("; ".join(broken))
+        raise Defect("; ".join(broken))
     return facts
 
 
-def _asked(setting: Setting, family: str) -> list[str]:
+def _asked(setting: PartRun, family: str) -> list[str]:
     """The options of a worker, of a model that is made here."""
     from tests import tiny
 
@@ -612,7 +612,7 @@ def _asked(setting: Setting, family: str) -> list[str]:
     return [*asked, _SMALL_CHUNK] if family == "mamba" else asked  # the last of two counts
 
 
-def _promise(setting: Setting, family: str, worker: "Worker", estimated: Facts) -> Facts:
+def _promise(setting: PartRun, family: str, worker: "GpuWorker", estimated: Facts) -> Facts:
     from worker.protocol.memory import UNUSABLE_SHARE
 
     small = setting.on_cpu
@@ -664,7 +664,7 @@ def _estimate(options: list[str]) -> Facts:
         event: Facts = json.loads(line)
         if event["event"] == "estimated":
             return event
-    raise Failed(f"no estimate, exit {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+    raise Defect(f"no estimate, exit {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
 
 
 class Events:
@@ -691,14 +691,14 @@ class Events:
         return self.of("pulse")
 
     def wait(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Return once `happened`. Raises Failed if the worker ends before that."""
+        """Return once `happened`. Raises Defect if the worker ends before that."""
         with self._changed:
             self._changed.wait_for(lambda: happened() or self.ended, seconds)
         if not happened():
-            raise Failed(f"the worker {'ended' if self.ended else 'is not ready'}: {self._all[-2:]}")
+            raise Defect(f"the worker {'ended' if self.ended else 'is not ready'}: {self._all[-2:]}")
 
 
-class Worker:
+class GpuWorker:
     """A worker process. It is supervised as a router's workers are, since only those report their memory."""
 
     def __init__(self, options: list[str]):
@@ -713,7 +713,7 @@ class Worker:
         self._reader.start()
         self.send(TOKEN)
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "GpuWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -731,9 +731,9 @@ class Worker:
         """The address, once it is ready."""
         try:
             self.events.wait(lambda: bool(self.events.of("ready")))
-        except Failed as error:
+        except Defect as error:
             self._said.seek(0)
-            raise Failed(f"{error} {self._said.read()[-600:]}") from None
+            raise Defect(f"{error} {self._said.read()[-600:]}") from None
         return "http://" + str(self.events.of("ready")[0]["address"]).removeprefix("tcp:")
 
 
@@ -766,21 +766,21 @@ _MAMBA_PROMPTS = [512, 5, 5, 5] * 4
 
 
 async def _load(address: str, lengths: Sequence[int], most_seconds: float | None = None) -> None:
-    """Send requests with prompts of these lengths at once. Raises Failed if some have not ended by `most_seconds`."""
+    """Send requests with prompts of these lengths at once. Raises Defect if some have not ended by `most_seconds`."""
     body = {"max_tokens": 64, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
     bodies = ({"prompt": [10 + place] * length} | body for place, length in enumerate(lengths))
     try:
         async with asyncio.timeout(most_seconds):
             await asyncio.gather(*(_ask(address, body) for body in bodies))
     except TimeoutError:
-        raise Failed(f"the load did not end within {most_seconds:.0f} s") from None
+        raise Defect(f"the load did not end within {most_seconds:.0f} s") from None
 
 
 async def _ask(address: str, body: Facts) -> None:
     async with _client(address) as client:
         response = await client.post("/v1/completions", json={"model": "m"} | body)
         if response.status_code != 200:
-            raise Failed(f"under load: {response.status_code} {response.text[:300]}")
+            raise Defect(f"under load: {response.status_code} {response.text[:300]}")
 
 
 # A load
@@ -837,7 +837,7 @@ for share in (0.5, 1.0):
 """
 
 
-def load(setting: Setting) -> Facts:
+def load(setting: PartRun) -> Facts:
     """Weights from the page cache to the device: seconds, and the fraction of the bus bandwidth."""
     size = 32 * MIB if setting.on_cpu else min(16 << 30, _mem_info()[0] // 2)
     path = kept(setting, f"load-{size >> 20}.safetensors", lambda path: _write_weights(path, size))
@@ -848,7 +848,7 @@ def load(setting: Setting) -> Facts:
         setting.record(name, found)
     slow = [name for name, found in facts.items() if found["staged"] > 1.05 * found["plain"]]
     if slow and not setting.on_cpu:
-        raise Failed(f"staged, {slow[0]} take longer to the device than by torch alone: {facts}")
+        raise Defect(f"staged, {slow[0]} take longer to the device than by torch alone: {facts}")
     return facts
 
 
@@ -870,7 +870,7 @@ def _write_weights(path: Path, size: int) -> None:
 
 def measure_load(device: str, path: Path) -> Iterator[Facts]:
     """Seconds that half of the file's tensors, and then all, take from the page cache to `device`: staged, and by torch
-    alone. Raises Failed."""
+    alone. Raises Defect."""
     with subprocess.Popen(
         [sys.executable, "-c", LOAD, device, str(path)],
         cwd=ROOT, stdout=-1, stderr=-1, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -880,13 +880,13 @@ def measure_load(device: str, path: Path) -> Iterator[Facts]:
         yield from map(json.loads, process.stdout)
         said = process.stderr.read()
     if process.returncode:
-        raise Failed(f"the load ended with {process.returncode}: {said[-1500:]}")
+        raise Defect(f"the load ended with {process.returncode}: {said[-1500:]}")
 
 
 # A swap
 
 
-def swap(setting: Setting) -> Facts:
+def swap(setting: PartRun) -> Facts:
     """A router with room for one model serves two in turn; each swap with the whole load. The forked worker keeps to
     its reservation, also with a grammar, whose memory it announces."""
     snapshot = shaped(setting)
@@ -894,7 +894,7 @@ def swap(setting: Setting) -> Facts:
     return {"bytes": size} | asyncio.run(_swap(setting, snapshot, size))
 
 
-async def _swap(setting: Setting, snapshot: Path, size: int) -> Facts:
+async def _swap(setting: PartRun, snapshot: Path, size: int) -> Facts:
     from tests.processes.routers import router
 
     seconds: list[float] = []
@@ -919,30 +919,30 @@ async def _swap(setting: Setting, snapshot: Path, size: int) -> Facts:
                 body: Facts = {"model": model, "prompt": [300, 301, 302], "max_tokens": 4, "temperature": 0}
                 response = await up.client.post("/v1/completions", json=body)
                 if response.status_code != 200:
-                    raise Failed(f"{model}: {response.status_code} {response.text[:500]}")
+                    raise Defect(f"{model}: {response.status_code} {response.text[:500]}")
                 seconds.append(time.monotonic() - begin)
                 timing = response.headers.get("server-timing", "")
                 setting.record(f"request {len(seconds)} ({model})", {"seconds": seconds[-1], "timing": timing})
             if set(await up.workers()) != {"two"}:
-                raise Failed(f"after the last request to `two` these run: {sorted(await up.workers())}")
+                raise Defect(f"after the last request to `two` these run: {sorted(await up.workers())}")
             body |= {"response_format": {"type": "json_object"}}
             response = await up.client.post("/v1/completions", json=body)
             if response.status_code != 200:
-                raise Failed(f"with a grammar: {response.status_code} {response.text[:500]}")
+                raise Defect(f"with a grammar: {response.status_code} {response.text[:500]}")
             state = (await up.client.get("/router/state")).json()
             worker = next(row for row in state["workers"] if row["model"] == "two")
             memory = {name: worker[name] for name in ("reserved", "measured", "expected_growth")}
             setting.record("memory", memory)
             is_exceeded = any(size > memory["reserved"].get(name, 0) for name, size in memory["measured"].items())
             if is_exceeded and not setting.on_cpu:
-                raise Failed(f"a forked worker took more than was reserved: {memory}")
+                raise Defect(f"a forked worker took more than was reserved: {memory}")
     return {"seconds": seconds, "memory": memory, "back_after": _settled(setting, before, time.monotonic())}
 
 
 # Prompts
 
 
-def prompts(setting: Setting) -> Facts:
+def prompts(setting: PartRun) -> Facts:
     """Prompt tokens per second of long prompts, and gaps between tokens of streams beside one, by prefill-chunk."""
     tool, shape = bench(), bench().SHAPES[shape_name(setting)]
     length, chunks, streams = (48, (16, 32), 2) if setting.on_cpu else (4096, (512, 1024, 2048, 4096), 8)
@@ -974,7 +974,7 @@ def prompts(setting: Setting) -> Facts:
 # Peers
 
 
-def peers(setting: Setting) -> Facts:
+def peers(setting: PartRun) -> Facts:
     """transformers' continuous batching and this engine on the same requests, in turn, and the kernels it had."""
     tool, shape = bench(), bench().SHAPES[shape_name(setting)]
     level = 4 if setting.on_cpu else 64
@@ -1017,7 +1017,7 @@ def _kernels_of(model: Any) -> Facts:
 # The rest
 
 
-def ahead(setting: Setting) -> Facts:
+def ahead(setting: PartRun) -> Facts:
     """The gain of launching a step before the previous one has finished. The model is small: its steps take about as
     long on the device as on the host, so both ways differ most."""
     tool, rows, tokens = bench(), 2 if setting.on_cpu else 16, 32 if setting.on_cpu else 96
@@ -1053,20 +1053,20 @@ _WAYS: dict[str, Facts] = {
 
 
 def judge_ahead(found: dict[str, Facts], *, in_time: bool = True) -> Facts:
-    """The facts of the part from those of each way. Raises Failed if steps are not launched ahead, or, with `in_time`,
+    """The facts of the part from those of each way. Raises Defect if steps are not launched ahead, or, with `in_time`,
     if that costs time."""
     facts: Facts = {name: each["tokens_per_second"] for name, each in found.items()}
     facts["steps ahead"] = found["ahead"]["steps_ahead"] / max(found["ahead"]["steps"], 1)
     if facts["steps ahead"] < 0.8:
-        raise Failed(f"of {found['ahead']['steps']} steps {found['ahead']['steps_ahead']} were launched ahead: {facts}")
+        raise Defect(f"of {found['ahead']['steps']} steps {found['ahead']['steps_ahead']} were launched ahead: {facts}")
     for kind in ("", ", no graphs") if in_time else ():
         before, after = facts[f"step by step{kind}"], facts[f"ahead{kind}"]
         if after < 0.97 * before:
-            raise Failed(f"ahead{kind} made {after:.0f} tokens per second, step by step {before:.0f}: {facts}")
+            raise Defect(f"ahead{kind} made {after:.0f} tokens per second, step by step {before:.0f}: {facts}")
     return facts
 
 
-def ranks(setting: Setting) -> Facts:
+def ranks(setting: PartRun) -> Facts:
     """A model divided among two devices gives the same text as on one, within its estimate; skipped with one."""
     from tests import tiny
     from worker.protocol.memory import DEVICE_PROCESS_BYTES, NCCL_BYTES
@@ -1082,7 +1082,7 @@ def ranks(setting: Setting) -> Facts:
         lambda path: tiny.make("llama", path, max_position_embeddings=4096, initializer_range=0.02, **size),
     )  # fmt: skip
     shared = [f"--snapshot={snapshot}", "--dtype=float32", *_SIZES[setting.on_cpu]]
-    with Worker([*shared, f"--devices={setting.device}"]) as worker:
+    with GpuWorker([*shared, f"--devices={setting.device}"]) as worker:
         alone = asyncio.run(_texts(worker.ready(), setting))
     shared += ["--devices=cpu" if setting.on_cpu else "--devices=cuda:0,cuda:1", "--tensor-parallel=2"]
     estimated = _estimate(shared)
@@ -1091,7 +1091,7 @@ def ranks(setting: Setting) -> Facts:
     names = [setting.device] if setting.on_cpu else [f"cuda:{shard}" for shard in range(2)]
     reserved = dict(zip(names, promised, strict=True))
     before = [0 if setting.on_cpu else used(setting, 0, shard) for shard in range(len(names))]
-    with Worker([*shared, f"--reserved={json.dumps(reserved)}"]) as worker:
+    with GpuWorker([*shared, f"--reserved={json.dumps(reserved)}"]) as worker:
         address = worker.ready()
         together = asyncio.run(_texts(address, setting))
         asyncio.run(_load(address, _PROMPTS[setting.on_cpu]))
@@ -1106,13 +1106,13 @@ def ranks(setting: Setting) -> Facts:
         setting.record("memory", facts)
         measured = list(map(max, measured, driver))
     if together != alone:
-        raise Failed(f"two ranks say something else than one: {together} and {alone}")
+        raise Defect(f"two ranks say something else than one: {together} and {alone}")
     if any(size > most for size, most in zip(measured, promised, strict=True)):
-        raise Failed(f"a device took more than was promised: {facts}")
+        raise Defect(f"a device took more than was promised: {facts}")
     return facts
 
 
-async def _texts(address: str, setting: Setting) -> list[str]:
+async def _texts(address: str, setting: PartRun) -> list[str]:
     """Greedy answers to prompts of several lengths, requested at once."""
     async with _client(address) as client:
         body = {"model": "m", "max_tokens": 32, "ignore_eos": True, "temperature": 0}
@@ -1122,15 +1122,15 @@ async def _texts(address: str, setting: Setting) -> list[str]:
         answers = await asyncio.gather(*asked)
     for response in answers:
         if response.status_code != 200:
-            raise Failed(f"{response.status_code} {response.text[:300]}")
+            raise Defect(f"{response.status_code} {response.text[:300]}")
     return [response.json()["choices"][0]["text"] for response in answers]
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """`seconds`: its time on an H100, measured but for `promise`, `load`, `long`, `ahead` and `ranks`."""
 
-    run: Callable[[Setting], Facts]
+    run: Callable[[PartRun], Facts]
     seconds: float
 
     @property
@@ -1141,16 +1141,16 @@ class Part:
 
 # In the order of their value: what the first minutes on a card should show comes first.
 PARTS = {
-    "device": Part(device, 11),
-    "smoke": Part(smoke, 51),
-    "decode": Part(decode, 59),
-    "trace": Part(trace, 22),
-    "promise": Part(promise, 110),
-    "load": Part(load, 25),
-    "swap": Part(swap, 53),
-    "long": Part(long, 30),
-    "prompts": Part(prompts, 47),
-    "peers": Part(peers, 50),
-    "ahead": Part(ahead, 25),
-    "ranks": Part(ranks, 10),
+    "device": GpuPart(device, 11),
+    "smoke": GpuPart(smoke, 51),
+    "decode": GpuPart(decode, 59),
+    "trace": GpuPart(trace, 22),
+    "promise": GpuPart(promise, 110),
+    "load": GpuPart(load, 25),
+    "swap": GpuPart(swap, 53),
+    "long": GpuPart(long, 30),
+    "prompts": GpuPart(prompts, 47),
+    "peers": GpuPart(peers, 50),
+    "ahead": GpuPart(ahead, 25),
+    "ranks": GpuPart(ranks, 10),
 }

@@ -189,7 +189,7 @@ class Talk:
         self.last = answer
 
 
-class Text:
+class DemoText:
     """The content of demo_model.toml, and random conversations made from it."""
 
     def __init__(self, source: dict[str, Any], chance: random.Random):
@@ -486,7 +486,7 @@ def render(talk: Talk) -> str:
     return str(whole)
 
 
-def make_tokenizer(text: Text) -> Tokenizer:
+def make_tokenizer(text: DemoText) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -550,7 +550,7 @@ class Marks:
 class Packer:
     """Rows of several conversations each, and the loss weight of each token."""
 
-    def __init__(self, text: Text, tokenizer: Tokenizer):
+    def __init__(self, text: DemoText, tokenizer: Tokenizer):
         self.text, self.tokenizer = text, tokenizer
         self.in_json = 0.0  # share of conversations that end in a JSON object
         self.assistant = SPECIAL.index(ROLES["assistant"])
@@ -654,7 +654,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def questions(text: Text) -> Iterator[tuple[Kind, Talk, str]]:
+def questions(text: DemoText) -> Iterator[tuple[Kind, Talk, str]]:
     """Yield questions with their right answers."""
     for topic in text.topics:
         for question in topic.test:
@@ -682,7 +682,7 @@ def asked(question: str, tools: Sequence[Message] = ()) -> Talk:
     return Talk(messages=[{"role": "user", "content": question}], tools=list(tools))
 
 
-def examine(text: Text, target: Path) -> Marks:
+def examine(text: DemoText, target: Path) -> Marks:
     """Ask the saved model all questions and print the wrong answers."""
     fast = PreTrainedTokenizerFast.from_pretrained(target)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -717,7 +717,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
-    text = Text(tomllib.loads((HERE / "demo_model.toml").read_text("utf-8")), random.Random(SEED))
+    text = DemoText(tomllib.loads((HERE / "demo_model.toml").read_text("utf-8")), random.Random(SEED))
     if options.examine:
         print(examine(text, options.target))
         return 0

@@ -37,7 +37,7 @@ class Steady:
         self.asked.append(len(requests))
         if self.rate is None:
             raise RuntimeError("out of order")
-        return self.bench.Trace(0.0, [[(n + 1) / self.rate for n in range(each.new)] for each in requests])
+        return self.bench.TokenTimes(0.0, [[(n + 1) / self.rate for n in range(each.new)] for each in requests])
 
 
 def test_percentiles_are_by_nearest_rank(bench: Any) -> None:
@@ -223,9 +223,9 @@ def test_the_measured_engine_turns_drafts_off_for_its_twin_only(bench: Any) -> N
 
 def test_pairs_are_compared_by_tokens_per_second_and_per_second_of_cpu_time(bench: Any) -> None:
     pairs = bench.Pairs()
-    pairs.add(bench.Trace(0.0, [[2.0] * 8], 4.0), bench.Trace(0.0, [[1.0] * 8], 3.0), True)
+    pairs.add(bench.TokenTimes(0.0, [[2.0] * 8], 4.0), bench.TokenTimes(0.0, [[1.0] * 8], 3.0), True)
     assert pairs.summary() == {"tokens_per_second": [(4.0, 8.0)], "tokens_per_cpu_second": [(2.0, 8 / 3)]}
-    pairs.add(bench.Trace(0.0, [[2.0] * 8]), bench.Trace(0.0, [[1.0] * 8]), False)
+    pairs.add(bench.TokenTimes(0.0, [[2.0] * 8]), bench.TokenTimes(0.0, [[1.0] * 8]), False)
     assert (len(pairs.rates), len(pairs.work)) == (2, 1)
 
 

@@ -27,8 +27,8 @@ def program() -> Any:
     return load("gpu_check")
 
 
-def setting(folder: Path) -> gpu_parts.Setting:
-    return gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
+def setting(folder: Path) -> gpu_parts.PartRun:
+    return gpu_parts.PartRun("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
 
 
 def test_a_line_that_a_kill_left_unfinished_is_passed_over_and_the_next_is_whole(program: Any, tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_the_table_has_every_part_and_the_steps_of_those_without_an_outcome(prog
 
 
 def test_a_part_that_fails_or_breaks_has_an_outcome(program: Any, tmp_path: Path) -> None:
-    def fails(setting: gpu_parts.Setting) -> dict[str, Any]:
-        raise gpu_parts.Failed("7 MiB are not back")
+    def fails(setting: gpu_parts.PartRun) -> dict[str, Any]:
+        raise gpu_parts.Defect("7 MiB are not back")
 
-    def breaks(setting: gpu_parts.Setting) -> dict[str, Any]:
+    def breaks(setting: gpu_parts.PartRun) -> dict[str, Any]:
         raise ZeroDivisionError("nothing")
 
     results = program.Results(tmp_path / "gpu.jsonl")
-    program.PARTS = {name: gpu_parts.Part(run, 60) for name, run in (("fails", fails), ("breaks", breaks))}
+    program.PARTS = {name: gpu_parts.GpuPart(run, 60) for name, run in (("fails", fails), ("breaks", breaks))}
     for name in program.PARTS:
         program.run_part(name, setting(tmp_path), results)
     program.PARTS = gpu_parts.PARTS
@@ -139,9 +139,9 @@ def test_launching_ahead_fails_if_it_costs_time_or_does_not_happen() -> None:
     rows = {"step by step": 0, "ahead": 95, "step by step, no graphs": 0, "ahead, no graphs": 95}
     even = {name: {"tokens_per_second": 100.0, "steps": 100, "steps_ahead": ahead} for name, ahead in rows.items()}
     assert gpu_parts.judge_ahead(even)["ahead, no graphs"] == 100.0
-    with pytest.raises(gpu_parts.Failed, match="ahead made 90 tokens per second"):
+    with pytest.raises(gpu_parts.Defect, match="ahead made 90 tokens per second"):
         gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
-    with pytest.raises(gpu_parts.Failed, match="0 were launched ahead"):
+    with pytest.raises(gpu_parts.Defect, match="0 were launched ahead"):
         gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
 
 
@@ -153,19 +153,19 @@ def test_a_family_whose_worker_or_requests_break_counts_for_itself(tmp_path: Pat
             raise httpx.ReadTimeout("")
         return {"promised": 5 << 20, "measured": 3 << 20, "nvml_loaded": 6 << 20 if family == "gpt2" else 4 << 20}
 
-    place = gpu_parts.Setting("cpu", tmp_path / "models", tmp_path / "gpu", recorded.__setitem__)
-    with pytest.raises(gpu_parts.Failed, match=r"^mamba: ReadTimeout: ; gpt2: promised 5 MiB"):
+    place = gpu_parts.PartRun("cpu", tmp_path / "models", tmp_path / "gpu", recorded.__setitem__)
+    with pytest.raises(gpu_parts.Defect, match=r"^mamba: ReadTimeout: ; gpt2: promised 5 MiB"):
         gpu_parts.judge_families(place, ["llama", "mamba", "gpt2"], measure)
     assert recorded["mamba"] == {"error": "ReadTimeout: "}
     assert [family for family, found in recorded.items() if "promised" in found] == ["llama", "gpt2"]
 
 
 def test_a_family_may_fill_the_cache_that_its_recording_emptied_but_not_exceed_its_peak(tmp_path: Path) -> None:
-    place = gpu_parts.Setting("cuda:0", tmp_path / "models", tmp_path / "gpu", lambda step, facts: None)
+    place = gpu_parts.PartRun("cuda:0", tmp_path / "models", tmp_path / "gpu", lambda step, facts: None)
     found = {"promised": 90 << 20, "nvml_ready": 40 << 20, "nvml_loaded": 80 << 20, "fragmentation": 8 << 20}
     found |= {"measured_ready": 70 << 20, "measured": 78 << 20, "host": 1, "host_promised": 1}
     assert gpu_parts.judge_families(place, ["llama"], lambda family: found) == {"llama": found}
-    with pytest.raises(gpu_parts.Failed, match="llama: its peak rose under load"):
+    with pytest.raises(gpu_parts.Defect, match="llama: its peak rose under load"):
         gpu_parts.judge_families(place, ["llama"], lambda family: found | {"measured": 79 << 20})
 
 
@@ -176,7 +176,7 @@ async def test_a_load_that_does_not_end_fails_at_its_limit() -> None:
 
     async with await asyncio.start_server(never_answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(gpu_parts.Failed, match="did not end within 0 s"):
+        with pytest.raises(gpu_parts.Defect, match="did not end within 0 s"):
             await gpu_parts._load(f"http://127.0.0.1:{port}", [1, 1], 0.01)
 
 
@@ -217,7 +217,7 @@ class Watched(tool.Ours):
         models.append(weakref.ref(self.engine._generation._backend.runner._model))
 
 tool.Ours = Watched
-setting = gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
+setting = gpu_parts.PartRun("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
 for name in program.PARTS:
     loads[name] = []
     program.run_part(name, setting, program.Results(folder / "gpu.jsonl"))

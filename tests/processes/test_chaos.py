@@ -19,7 +19,7 @@ def chaos() -> Any:
 def test_kills_in_the_middle_of_swaps_leave_nothing_over_and_the_next_request_works(chaos: Any) -> None:
     """Six swaps, every other one disturbed. The processes that are killed are fixed here, the moments are not;
     scripts/chaos does 200, and also kills guards and deletes sockets (here: test_guard, test_router_life)."""
-    found = chaos.Found()
+    found = chaos.Total()
     pick = random.Random(random.randrange(1 << 30))
     with chaos.house() as house:
         house.logs("is warm")
