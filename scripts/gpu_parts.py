@@ -906,7 +906,7 @@ async def _swap(setting: PartRun, snapshot: Path, size: int) -> Facts:
         # The same files, with another length of context: two models for the router.
         presets.write_text(
             "".join(
-                f"[{name}]\nmodel = {snapshot}\ndevice = {setting.device}\nctx-size = {length}\nparallel = 4\n"
+                f"[{name}]\nmodel = {snapshot}\ndevice = {setting.device}\nctx-size = {length}\n"
                 for name, length in (("one", 256), ("two", 272))
             )
         )
