@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,21 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests import tiny
 from tests.worker.every_kind import comparable, prompts, requests
-from tests.worker.loaded import DEADLINE, GREEDY, CollectedChoice, collect_choices, generation, load, serving
+from tests.worker.loaded import (
+    DEADLINE,
+    GREEDY,
+    CollectedChoice,
+    LateThread,
+    collect_choices,
+    generation,
+    load,
+    serving,
+)
+from tests.worker.stepped import journaled
 from worker.engines.transformers.load import fused_norms
+from worker.engines.transformers.schedule.scheduler import Batch
 from worker.images import EncodedImage
-from worker.interface import AdapterChoice, EncoderInput, GenerationRequest
+from worker.interface import AdapterChoice, EncoderInput, GenerationRequest, Grammar
 from worker.protocol.argv import AdapterSource, encode_adapters
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda:0")
@@ -58,6 +70,46 @@ async def test_every_kind_of_request_gets_the_answer_of_the_cpu(
     drawn = [place for place, one in enumerate(found) if one != expected[place]]
     assert all(wanted[place].sampling.temperature > 0 for place in drawn)
     assert len(drawn) <= 1, "a draw may be so close to the border of two tokens that rounding decides"
+
+
+async def test_late_masks_of_a_grammar_change_no_text(tmp_path: Path) -> None:
+    """A sequence without a mask gets no token in a step, which waits for the mask until the logits are computed."""
+    folder = tiny.make("llama", tmp_path)
+    held = generation(prompts()[1], max_tokens=20, grammar=Grammar("regex", "[a-z ]{12}[0-9]{4}"))
+    free = generation(prompts()[2], max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    expected = await answers(folder, "cpu", [held, free])
+    async with serving(load(folder, devices=(DEVICE,), ctx_size=128, parallel=4, dtype="float32")) as engine:
+        late = LateThread()
+        engine._grammars._mask_threads = (late, late)
+        task = asyncio.create_task(collect_choices(engine, held))
+        neighbour = CollectedChoice()
+        async for delta in engine.generate(free):
+            neighbour.add(delta)
+            late.run_one()
+        async with asyncio.timeout(DEADLINE):
+            while not task.done():
+                late.run_one()
+                await asyncio.sleep(0)
+    assert comparable([await task, [neighbour]]) == comparable(expected)
+
+
+async def test_without_memory_for_a_step_smaller_ones_give_the_text_of_the_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny.make("llama", tmp_path)
+    wanted = [generation(each, max_tokens=12) for each in prompts()[:3]]
+    refused: list[int] = []
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        if len(batch) == 3 and not refused:
+            refused.append(len(batch))
+            torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+
+    engine, _ = journaled(folder, fault, devices=(DEVICE,), ctx_size=128, parallel=4, dtype="float32")
+    async with serving(engine), asyncio.timeout(DEADLINE):
+        found = list(await asyncio.gather(*(collect_choices(engine, each) for each in wanted)))
+    assert "out of memory in a step of 3 sequences" in caplog.text
+    assert comparable(found) == comparable(await answers(folder, "cpu", wanted))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -1,7 +1,9 @@
 """Engines with tiny models, and helpers that collect their answers."""
 
 import asyncio
+import contextlib
 import json
+import queue
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from worker.engines.transformers.loop.generation_loop import Backend, Generation
 from worker.engines.transformers.preparation import PreparedModel
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.runner import PagedRunner, Runner
+from worker.engines.transformers.sample.work_thread import Job, WorkThread
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
@@ -74,6 +77,23 @@ async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngin
     finally:
         async with asyncio.timeout(DEADLINE):
             await engine.close()
+
+
+class LateThread(WorkThread):
+    """Runs one job whenever the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
+
+    def submit(self, function: Any) -> Job[Any]:
+        job = Job(function)
+        self.jobs.put(job)
+        return job
+
+    def run_one(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self.jobs.get_nowait().run()
 
 
 def put_back_the_youngest(engine: TransformersEngine) -> None:

@@ -23,6 +23,7 @@ from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
     CollectedChoice,
+    LateThread,
     collect_choices,
     complete_one,
     generated,
@@ -459,23 +460,6 @@ def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken() 
     matcher.take(66)  # both are accepted tokens of one draft
     matcher.take(67, is_last=True)
     assert matcher.is_over
-
-
-class LateThread(WorkThread):
-    """Runs one job whenever the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__("late")
-        self.jobs: queue.SimpleQueue[Job[Any]] = queue.SimpleQueue()
-
-    def submit(self, function: Any) -> Job[Any]:
-        job = Job(function)
-        self.jobs.put(job)
-        return job
-
-    def run_one(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            self.jobs.get_nowait().run()
 
 
 class SlowThread(WorkThread):
