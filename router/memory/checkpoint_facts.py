@@ -8,7 +8,7 @@ from typing import Any
 from router.config.presets import ACCELERATOR_CHUNK, DEFAULT_CHUNK, DEFAULT_ROWS, Preset
 from router.errors import RouterError
 from worker.protocol.architectures import PAGED
-from worker.protocol.model_config import longest_sequence
+from worker.protocol.model_config import TEXT_KEYS, longest_sequence
 
 AUTO_CTX = 8192  # tokens that a preset without ctx-size gets at most
 
@@ -339,7 +339,7 @@ def longest_text(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config that describes the language model, or the decoder of one with an encoder (T5Gemma);
     multimodal configs nest it."""
-    for key in ("text_config", "llm_config", "language_config", "thinker_config", "decoder"):
+    for key in (*TEXT_KEYS, "decoder"):
         nested = config.get(key)
         if isinstance(nested, dict):
             return _text({**config, key: None, **nested})
