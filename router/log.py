@@ -184,10 +184,10 @@ def size(count: int | None) -> str:
 class Ring(logging.Handler):
     """The newest lines, for /router/logs."""
 
-    def __init__(self, size: int = KEPT, *, first: int = 1):
+    def __init__(self, *, first: int = 1):
         """`first`: id of the first line; see `EventLog`."""
         super().__init__()
-        self.lines: deque[Line] = deque(maxlen=size)
+        self.lines: deque[Line] = deque(maxlen=KEPT)
         self._ids = itertools.count(first)
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 

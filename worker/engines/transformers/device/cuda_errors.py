@@ -4,6 +4,7 @@ from types import TracebackType
 
 from worker.errors import RankLost, StartError
 
+MAX_MESSAGE = 240
 # Errors that code raises for invalid values, the same each time; torch and devices raise other types.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 # Parts of torch's messages for sizes that do not fit. They are RuntimeErrors, as passing failures of libraries are.
@@ -40,10 +41,10 @@ def is_sticky(error: BaseException) -> bool:
     return "torch.AcceleratorError" in _kinds(error) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
 
-def one_line(error: BaseException, most: int = 240) -> str:
-    """The message of `error` in one line of at most `most` characters."""
+def one_line(error: BaseException) -> str:
+    """The message of `error` in one line of at most MAX_MESSAGE characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def is_of_code(error: BaseException) -> bool:

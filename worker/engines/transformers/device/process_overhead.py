@@ -9,7 +9,7 @@ first device in CUDA_VISIBLE_DEVICES.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,7 @@ class NvmlMemory:
     """NVML, from the first query until the process exits. A fork server never queries it: an open device does not
     survive a fork."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ):
-        self._environ = environ
+    def __init__(self) -> None:
         self._is_open = False
 
     def used(self, device: str) -> int | None:
@@ -61,7 +60,7 @@ class NvmlMemory:
     def _handle(self, nvml: Any, index: int) -> Any:
         """Handle of a device by its number in CUDA_VISIBLE_DEVICES, which lists UUIDs, or indices in PCI bus order
         (CUDA_DEVICE_ORDER is set for every worker)."""
-        shown = self._environ.get("CUDA_VISIBLE_DEVICES")
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = list(map(str, range(index + 1))) if shown is None else [name.strip() for name in shown.split(",")]
         if index >= len(names):
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
