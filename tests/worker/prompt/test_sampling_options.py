@@ -206,6 +206,12 @@ def test_llama_servers_own_order_has_temperature_last() -> None:
     assert not read({**WARM, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}).temperature_last
 
 
+def test_a_sampler_of_older_clients_has_no_effect() -> None:
+    older = ["top_k", "tfs_z", "typical_p", "top_p", "min_p", "temperature"]
+    assert read({**WARM, "samplers": older}) == read({**WARM, "samplers": "kypmt"})
+    assert read({**WARM, "samplers": "kfypmt"}) == read({**WARM, "samplers": "kypmt"})
+
+
 def test_a_sampler_that_is_not_listed_is_disabled() -> None:
     assert read({**WARM, "samplers": ["top_k"]}) == SamplingParams(temperature=1.0, top_k=40)
     assert read({**WARM, "samplers": "p"}) == SamplingParams(top_p=0.95)

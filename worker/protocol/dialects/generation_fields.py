@@ -18,9 +18,11 @@ MAX_INT32 = 2**31 - 1
 _LONG = 2**63
 
 # llama-server's samplers by the letters of an order given as a string, and other names of some (common/sampling.cpp).
+# Clients of older versions list tfs_z, which llama-server skips since it was removed.
 SAMPLER_LETTERS = {
     "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
     "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+    "f": "tfs_z",
 }  # fmt: skip
 SAMPLER_ALIASES = {
     "top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p", "typ-p": "typ_p", "typ": "typ_p",
