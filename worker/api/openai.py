@@ -126,9 +126,10 @@ async def _parse_chat(
     fields.refuse("add_special_tokens", "add_special_tokens must be false: the chat template writes special tokens")
     common = read_common_options(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     limit = common.limit(model, "messages")
     prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model, limit)
+    # Behind the refusal of a chat that is too long: it takes most of the time to read many parts.
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     if common.max_prompt_tokens is not None and prompt_images is not None:
         raise UnsupportedField(
             "truncate_prompt_tokens is not supported for prompts with images; leave it out",

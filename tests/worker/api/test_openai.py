@@ -16,7 +16,7 @@ from worker.api import embeddings, openai
 from worker.api.openai_replies import TextWriter
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
-from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnknownField, UnsupportedByModel
 from worker.interface import ChoiceTimings, Delta, GenerationRequest, SamplingParams
 from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
@@ -144,6 +144,13 @@ async def test_neutral_values_are_accepted_without_a_report(body: dict[str, Any]
     call = await openai.chat({**CHAT, **body}, made)
     assert call.ignored == ()
     assert call.generations[0].prompt == (await only({}, made)).prompt
+
+
+async def test_a_chat_that_is_too_long_is_rejected_before_its_parts_are_searched_for_unknown_members() -> None:
+    for length, error in ((4_000_000, ContextExceeded), (1, UnknownField)):
+        part = {"type": "text", "text": "a" * length, "wibble": 1}
+        with pytest.raises(error):
+            await openai.chat({"messages": [{"role": "user", "content": [part]}]}, model(strict_fields=True))
 
 
 @pytest.mark.parametrize(
