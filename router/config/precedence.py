@@ -21,6 +21,7 @@ from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _MTP = "draft-mtp"  # of spec-type: llama-server drafts with layers of the checkpoint itself
+_DRAFT_MODEL = "draft-simple"  # of spec-type: the model of model-draft, which drafts here wherever it is named
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 
 
@@ -130,6 +131,7 @@ class SettingReader:
         self._environ, self.strict = environ, strict
         self._lmi_folders: dict[str, str] = {}  # by serving.properties that was read
         self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
+        self.for_draft_models: set[Problem] = set()  # places of a spec-type that needs a model-draft
 
     def section(self, section: ini.Section, level: int) -> Layer:
         """The settings of `[*]` or `[id]`."""
@@ -386,7 +388,10 @@ class SettingReader:
         if (quoted and isinstance(key.kind, Strings)) or (spelling.name in WHOLE_STRINGS and not text.startswith("[")):
             return (text,) if text else ()
         value = key.kind(text)
-        if key.name == "spec-type" and _MTP in re.split(r"[\s,]+", text.lower()):
+        words = re.split(r"[\s,]+", text.lower()) if key.name == "spec-type" else []
+        if _DRAFT_MODEL in words and value == "none":
+            self.for_draft_models.add(place)
+        if _MTP in words:
             message = f"{_MTP} drafts nothing here, and answers are the same: write model-draft, or ngram-simple"
             self.have_no_effect(_MTP, place, f"{place.key}: {message}" if place.line else message)
         if key.name == "model-draft" and value:

@@ -247,6 +247,11 @@ class _Resolution:
                 self._used_parts.add(setting.place)
             elif setting is not None and setting.value:  # 0 is none, as without the feature
                 self._unused_parts[setting.place] = (name, why)
+        if (setting := settings.get("spec-type")) and setting.place in self._reader.for_draft_models:
+            if preset.model_draft:
+                self._used_parts.add(setting.place)
+            else:
+                self._unused_parts[setting.place] = ("spec-type", _NO_DRAFTS)
         return preset
 
     def _warn_of_unused_parts(self) -> None:

@@ -78,6 +78,7 @@ PARTS = {
     "draft-max = 5": "spec-type = ngram-simple",
     "draft-min = 2": "model-draft = org/small",
     "spec-ngram-size-n = 4": "spec-type = ngram-simple",
+    "spec-type = draft-simple": "model-draft = org/small",
     "max-loras = 2": "enable-lora = on",
     "max-lora-rank = 32": "lora = org/a",
     "max-cpu-loras = 9": "adapters-dir = ./dir",
