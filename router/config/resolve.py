@@ -232,8 +232,9 @@ class _Resolution:
         origins = {name: setting.origin for name, setting in settings.items()}
         if "replicas" in fields and "replicas" not in origins:
             origins["replicas"] = origins.get("min-workers") or origins["max-workers"]
-        if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
-            self._fail(settings["max-input-tokens"].place, "max-input-tokens must be less than ctx-size")
+        # They may be equal, as EricLLM's defaults are: a prompt must leave room for a token anyway.
+        if 0 < fields.get("ctx_size", 0) < fields.get("max_input_tokens", 0):
+            self._fail(settings["max-input-tokens"].place, "max-input-tokens must not be more than ctx-size")
         if fields.get("min_residency", -1.0) > self._swap_patience:
             message = f"min-residency must not be more than --swap-patience, {plain(self._swap_patience)} s"
             self._fail(settings["min-residency"].place, message)

@@ -164,7 +164,7 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("env.CUDA_VISIBLE_DEVICES = 0", "write device = instead"),
         ("replicas = 3-1", 'replicas: "3-1" is not a number from 1 to 1000, nor two such as 1-3'),
         ("revision = v1", "revision belongs to a repository of the hub"),
-        ("ctx-size = 10\nmax-input-tokens = 10", "max-input-tokens must be less than ctx-size"),
+        ("ctx-size = 10\nmax-input-tokens = 11", "max-input-tokens must not be more than ctx-size"),
         ("min-residency = 11", "min-residency must not be more than --swap-patience, 10 s"),
         (
             "ngl = 0\ndevice = cuda:1",

@@ -175,8 +175,8 @@ def test_an_invalid_file_on_disk_is_a_warning_and_in_a_section_an_error() -> Non
 
 def test_a_fault_of_another_place_stays_an_error_for_models_on_disk() -> None:
     found = [FoundModel("m", "models_dir", path="/m/x")]
-    (problem,) = complaints("[*]\nmax-input-tokens = 9", disk=disk(STARTER + "option.max_model_len=9"), found=found)
-    assert problem == "models.ini:2: [*] max-input-tokens must be less than ctx-size"
+    (problem,) = complaints("[*]\nmax-input-tokens = 10", disk=disk(STARTER + "option.max_model_len=9"), found=found)
+    assert problem == "models.ini:2: [*] max-input-tokens must not be more than ctx-size"
 
 
 @pytest.mark.parametrize(
