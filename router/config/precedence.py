@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import ini, preset_keys, rope_scaling, serving_properties, vllm_objects
+from router.config import ini, preset_keys, serving_properties, vllm_objects
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import ForeignOption, Spelling
@@ -304,7 +304,7 @@ class SettingReader:
         elif option.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
             yield Spelling(preset_keys.BY_NAME["spec-type"], spelling.name), "ngram-simple"
         elif option.name == "rope-scaling" and text.lstrip().startswith("{"):
-            yield from self._members(rope_scaling.keys_of, text, option, place)
+            yield from self._members(vllm_objects.rope_scaling, text, option, place)
         elif option.name == "model-draft" and text.lstrip().startswith("{"):
             yield from self._members(vllm_objects.speculative_config, text, option, place)
         elif option.name == "limit-images" and ("{" in text or "=" in text):

@@ -1,10 +1,11 @@
 """JSON objects that vLLM and LMI take as options, and the keys of a preset that mean the same. Pure functions."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from router.config.option_types import JsonObject, shown
+from router.config.option_types import JsonObject, plain, shown
 
 # By member of `speculative_config`: the key.
 _SPECULATIVE = {
@@ -15,6 +16,16 @@ _SPECULATIVE = {
 # Members without effect on texts. The router chooses lengths and batches at which drafts pay.
 _FURTHER = {"method", "draft_tensor_parallel_size", "prompt_lookup_min", "disable_by_batch_size", "max_model_len"}
 _METHODS = ("ngram", "draft_model")
+_ROPE_KINDS = {"default": "none", "linear": "linear", "yarn": "yarn"}
+# By member: the key, and the value of that key where the object does not have the member.
+_ROPE_NUMBERS: Mapping[str, tuple[str, str]] = {
+    "factor": ("rope-scale", "1"),
+    "original_max_position_embeddings": ("yarn-orig-ctx", "0"),
+    "beta_fast": ("yarn-beta-fast", "-1"),
+    "beta_slow": ("yarn-beta-slow", "-1"),
+    "attn_factor": ("yarn-attn-factor", "-1"),  # vLLM's: multiplies the factor of the paper, as llama.cpp's does
+}
+_ROPE_OTHERS = {"rope-freq-scale": "1", "yarn-ext-factor": "-1"}  # keys that would contradict the object
 
 
 def speculative_config(text: str) -> dict[str, str]:
@@ -49,6 +60,41 @@ def limit_mm_per_prompt(text: str) -> dict[str, str]:
     return {"limit-images": str(members["image"])}
 
 
+def rope_scaling(text: str) -> dict[str, str]:
+    """The keys that a `rope_scaling` means, with their values.
+
+    They are all keys of scaling, so that no key of a weaker source is left beside those of the object.
+
+    Raises ValueError or click.BadParameter with the way out.
+    """
+    members = _members(text)
+    if not members:
+        return {}
+    kinds = {str(members.pop(name)) for name in ("rope_type", "type") if name in members}
+    base = {"rope-freq-base": _number("rope_theta", members.pop("rope_theta"))} if "rope_theta" in members else {}
+    if len(kinds) != 1:
+        raise ValueError("the object must have one rope_type; write rope-scaling and rope-scale in its place")
+    (kind,) = kinds
+    known = set(_ROPE_NUMBERS) if kind == "yarn" else {"factor"}
+    further = sorted(members.keys() - known)
+    if kind not in _ROPE_KINDS or further:
+        what = f"the member {shown(further[0])}" if kind in _ROPE_KINDS else f"the kind {shown(kind)}"
+        raise ValueError(f'no key means {what}; write config-override = {{"rope_scaling": THE OBJECT}}')
+    if kind != "default" and "factor" not in members:
+        raise ValueError("the object has no factor; add it, or write rope-scaling and rope-scale in its place")
+    scale = {
+        key: _number(member, members[member]) if member in members and kind != "default" else unset
+        for member, (key, unset) in _ROPE_NUMBERS.items()
+    }
+    return {"rope-scaling": _ROPE_KINDS[kind], **scale, **base, **_ROPE_OTHERS}
+
+
 def _members(text: str) -> dict[str, Any]:
     members: dict[str, Any] = json.loads(JsonObject()(text) or "{}")
     return members
+
+
+def _number(member: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{member} must be a number")
+    return plain(value) if math.isfinite(value) else str(value)
