@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "config" / "constraints.txt"
 STAMP = ".bootstrap.json"
-"""File in the environment that marks it as ours. Its content, written last, says what was installed."""
+"""File in the environment that marks it as ours. Its content, written last, lists what was installed."""
 
 OLDEST = (3, 11)
 INTERPRETERS = ("python3.11", "python3.12", "python3.13", "python3")
@@ -346,7 +346,7 @@ def check(python: str, extras: list[str], build: str) -> None:
     command = [python, "-P", "-c", "import torch, transformers; print(torch.__version__)"]
     done = subprocess.run(command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        cause = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        cause = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise Missing(f"torch ({build}) was installed but cannot be imported: {cause[0]}; try another --torch")
 
 

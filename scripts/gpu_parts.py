@@ -159,9 +159,9 @@ def device(setting: PartRun) -> Facts:
         facts |= {"total": reading.total, "used": reading.used, "torch_total": total, "torch_used": total - free}
         setting.record("readings", facts)
         if abs(reading.total - total) > 0.05 * total:
-            raise Defect(f"NVML says {reading.total >> 20} MiB in all, torch {total >> 20}: another device? {notes}")
+            raise Defect(f"NVML reports {reading.total >> 20} MiB in all, torch {total >> 20}: another device? {notes}")
         if abs(reading.used - (total - free)) > 2048 * MIB:
-            raise Defect(f"NVML says {reading.used >> 20} MiB used, torch {(total - free) >> 20}")
+            raise Defect(f"NVML reports {reading.used >> 20} MiB used, torch {(total - free) >> 20}")
     before = 0 if setting.on_cpu else used(setting, 0)
     process = subprocess.Popen([sys.executable, "-c", CONTEXT, setting.device], stdin=-1, stdout=-1, text=True)
     try:
@@ -1106,7 +1106,7 @@ def ranks(setting: PartRun) -> Facts:
         setting.record("memory", facts)
         measured = list(map(max, measured, driver))
     if together != alone:
-        raise Defect(f"two ranks say something else than one: {together} and {alone}")
+        raise Defect(f"two ranks give another text than one: {together} and {alone}")
     if any(size > most for size, most in zip(measured, promised, strict=True)):
         raise Defect(f"a device took more than was promised: {facts}")
     return facts

@@ -70,7 +70,7 @@ class Costs:
 
     @property
     def bound(self) -> str:
-        """The part of a refusal that says why it is based on an upper bound; empty if it is not."""
+        """The part of a refusal that gives the reason why it is based on an upper bound; empty if it is not."""
         return f" (an upper bound; no exact estimate: {self.no_exact})" if self.no_exact else ""
 
 

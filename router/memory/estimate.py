@@ -90,7 +90,7 @@ INHERITED_SHARE = 0.97
 # 32,000 and 128,000 entries: 32 and 124 MiB.
 TOKENIZER_BYTES = 1100
 
-# Factor for the bytes of the weights if nothing else of a model is known. A guess, which the note of the estimate says.
+# Factor for the bytes of the weights if nothing else of a model is known. A guess, as the note of the estimate states.
 SAFETY_FACTOR = 2
 
 # Least bytes beside weights and cache in that case; an eighth of the cache is added.

@@ -69,7 +69,7 @@ RunWorker = Callable[[list[str]], NoReturn]
 
 
 def serve(command: ForkServerOptions, run: RunWorker, *, modules: Sequence[str] = ALWAYS) -> int:
-    """Import `modules`, then obey orders until the router is gone. Returns the exit code.
+    """Import `modules`, then carry out orders until the router has exited. Returns the exit code.
 
     `run` is the main function of a child; it ends the process. The calling process must have one thread, and its stdin
     must stay open as long as the router lives.

@@ -3,8 +3,8 @@
 As in Megatron-LM (Shoeybi et al. 2019, section 3). Matrices from the hidden state to heads, or to the width of an MLP,
 are divided by outputs, so each rank computes its own heads and part of the width. Matrices back to the hidden state are
 divided by inputs: each rank has a partial sum, and an all-reduce adds them, twice in a layer. The width of each expert
-is divided in the same way, so all ranks compute the same experts. Everything else is replicated. The family's plan says
-which is which (`base_model_tp_plan` of transformers' configurations, and `_tp_plan` for the head).
+is divided in the same way, so all ranks compute the same experts. Everything else is replicated. The plan of a family
+names the kind of each matrix (`base_model_tp_plan` of transformers' configurations, and `_tp_plan` for the head).
 
 The router decides the number of ranks.
 """
