@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
-from router.errors import LoadFailed
+from router.errors import DoesNotFit
 from router.fleet.worker import Costs, Worker, kv_cache
 from router.fleet.worker_argv import estimate_command, exceeds_warmup, program_of, threads
 from router.launch.interface import Program, WorkerLost
@@ -36,7 +36,7 @@ log = logging.getLogger("router.fleet.load_cost")
 
 
 async def estimate_costs(worker: Worker, fleet: Fleet) -> None:
-    """Set facts, devices and costs of a worker with a snapshot. Raises EstimateError, LoadFailed."""
+    """Set facts, devices and costs of a worker with a snapshot. Raises EstimateError, LoadFailed, DoesNotFit."""
     worker.facts = await fleet.files.read(worker.snapshot, worker.preset)
     readings = fleet.launcher.readings()
     worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
@@ -53,7 +53,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, no_exact: str | None = None, lear
     """Choose the fewest devices on which the worker fits, with the best estimate that is available at once.
 
     `no_exact`: the reason why no exact estimate will follow. Without `learns`, learned figures are left out. Raises
-    EstimateError, LoadFailed.
+    EstimateError, LoadFailed, DoesNotFit.
     """
     is_last = no_exact is not None
     preset, facts, readings = worker.preset, worker.facts, fleet.launcher.readings()
@@ -99,7 +99,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, no_exact: str | None = None, lear
 
 
 def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
-    """Apply the preset's limits per device. Raises LoadFailed if the worker needs more than these allow, and would fit
+    """Apply the preset's limits per device. Raises DoesNotFit if the worker needs more than these allow, and would fit
     without them. If it would not, the planner refuses it with the real cause."""
     choice, shards, capacities = costs.choice, costs.estimate.shards, fleet.scheduler.capacities()
     if sharding.fits(choice, shards, bounds):
@@ -113,7 +113,7 @@ def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[De
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
         found = remedies_for(worker, costs, {**capacities, **bounds})
-        raise LoadFailed(
+        raise DoesNotFit(
             f"{preset.id}: it needs at least {needs}{costs.bound}, but {keys} and the device sizes allow {most};"
             f" raise {keys.replace(' and ', ' or ')}" + (f", or {found}" if found.settings else "")
         )

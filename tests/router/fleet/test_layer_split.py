@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.errors import DoesNotFit, LoadFailed
+from router.errors import DoesNotFit
 from router.fleet import worker_argv
 from router.fleet.scheduler import candidate_of, demand_of
 from router.launch.interface import WorkerLost
@@ -91,7 +91,7 @@ async def test_gpu_split_is_never_exceeded() -> None:
 
 async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_this_name() -> None:
     scene = world(40 * GIB, gpu_memory_utilization=0.1, split_mode="none")
-    with pytest.raises(LoadFailed, match=r"needs at least [0-9]+ MiB, but gpu-memory-utilization and the device sizes"):
+    with pytest.raises(DoesNotFit, match=r"needs at least [0-9]+ MiB, but gpu-memory-utilization and the device sizes"):
         await scene.ask("big")
     assert scene.launcher.over_commits == []
 
