@@ -7,12 +7,12 @@ or middleware sees them, with text that quotes the client's bytes; here they get
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
-from router.http.listener import Fallback
+from router.http.listener import KEEP_ALIVE, Fallback
 from router.http.request import CLOSE
 from router.http.response import own_headers, render_error
 from worker.protocol.dialects import Dialect
@@ -25,12 +25,24 @@ class AiohttpConnection(web.RequestHandler, Fallback):
         """The arguments of aiohttp's class. `ended` is called when the connection is lost."""
         super().__init__(manager, **options)
         self._ended = ended
+        self._connection: asyncio.Transport  # aiohttp drops its own reference when it closes the connection
+        self._closing_since: float | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._connection = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._ended()
 
     def check(self, now: float, keep_alive: float) -> None:
+        if self._connection.is_closing():  # which takes until the client has read its response
+            if self._closing_since is None:
+                self._closing_since = now
+            elif now - self._closing_since > KEEP_ALIVE:
+                self._connection.abort()
+            return
         # The wait is since the connection was made, or since the last response.
         since = self._next_keepalive_close_time - self._keepalive_timeout
         # It is done once a request has arrived, which begins in the next pass of the event loop.

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import resource
 import socket
 import time
@@ -178,7 +179,8 @@ class Fallback(asyncio.Protocol):
     """A protocol that takes over a connection."""
 
     def check(self, now: float, keep_alive: float) -> None:
-        """Close the connection if it has waited for the head of a request for `keep_alive` seconds."""
+        """Close the connection if it has waited for the head of a request for `keep_alive` seconds. Abort one that has
+        been closing for KEEP_ALIVE seconds, because its client does not read."""
 
 
 class Listener:
@@ -256,9 +258,8 @@ class Listener:
         is_full = not self._accepts and self._retry is None
         for connection in tuple(self.connections):
             connection.check(now, CROWDED_KEEP_ALIVE if is_full else KEEP_ALIVE)
-        if is_full:  # aiohttp itself waits for KEEP_ALIVE
-            for fallback in tuple(self.handed_over):
-                fallback.check(now, CROWDED_KEEP_ALIVE)
+        for fallback in tuple(self.handed_over):
+            fallback.check(now, CROWDED_KEEP_ALIVE if is_full else math.inf)  # aiohttp itself waits for KEEP_ALIVE
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
     # Accepting

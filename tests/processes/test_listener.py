@@ -211,6 +211,37 @@ async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnect
         writer.close()
 
 
+@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
+async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(tmp_path: Path, ends: bytes) -> None:
+    async with world(tmp_path, respond) as up:
+        _, writer = await up.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(request({"fake": 1}, headers=ODD))
+        await until(lambda: len(up.listener.handed_over) == 1)
+        (connection,) = cast("set[AiohttpConnection]", up.listener.handed_over)
+        await until(lambda: len(up.requests) == 1 and is_idle(connection))
+        answered = 1
+        while not connection._connection.get_write_buffer_size():
+            writer.write(request({"fake": 1 << 14}))
+            answered += 1
+            await until(lambda: len(up.requests) == answered and is_idle(connection))  # noqa: B023
+        if ends:
+            writer.write(request({"fake": 1}, headers=ends))
+            await until(connection._connection.is_closing)
+        now = asyncio.get_running_loop().time() + (0 if ends else KEEP_ALIVE + 1)  # it is idle until then
+        for after in (0, 0, KEEP_ALIVE / 2):
+            connection.check(now + after, KEEP_ALIVE)
+        await asyncio.sleep(0)
+        assert up.listener.handed_over == {connection}
+        connection.check(now + KEEP_ALIVE + 1, KEEP_ALIVE)
+        await until(lambda: not up.listener.handed_over)
+        writer.close()
+
+
+def is_idle(connection: AiohttpConnection) -> bool:
+    return connection._waiter is not None and not connection._waiter.done()
+
+
 async def test_closing_ends_idle_connections_and_finishes_running_responses(tmp_path: Path) -> None:
     go = asyncio.Event()
 
