@@ -21,10 +21,18 @@ from worker.protocol.dialects import Dialect
 class AiohttpConnection(web.RequestHandler, Fallback):
     """One client's connection."""
 
-    def __init__(self, manager: web.Server, ended: Callable[[], None], **options: Any):
-        """The arguments of aiohttp's class. `ended` is called when the connection is lost."""
+    def __init__(
+        self,
+        manager: web.Server,
+        ended: Callable[[], None],
+        unread_timeout: float = KEEP_ALIVE,
+        **options: Any,
+    ):
+        """The arguments of aiohttp's class. `ended` is called when the connection is lost; `unread_timeout` as for
+        `Listener`."""
         super().__init__(manager, **options)
         self._ended = ended
+        self._unread_timeout = unread_timeout
         self._connection: asyncio.Transport  # aiohttp drops its own reference when it closes the connection
         self._closing_since: float | None = None
 
@@ -40,7 +48,7 @@ class AiohttpConnection(web.RequestHandler, Fallback):
         if self._connection.is_closing():  # which takes until the client has read its response
             if self._closing_since is None:
                 self._closing_since = now
-            elif now - self._closing_since > KEEP_ALIVE:
+            elif now - self._closing_since > self._unread_timeout:
                 self._connection.abort()
             return
         # The wait is since the connection was made, or since the last response.

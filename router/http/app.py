@@ -146,9 +146,12 @@ class App:
             if route.worker and "{" not in route.path and route.method == "POST"
         }
         options = {**PROTOCOL, "access_log": None, "keepalive_timeout": keep_alive}
-        return Listener(
-            routes, self._pipeline.serve, lambda ended: AiohttpConnection(server, ended, loop=loop, **options), most
-        )
+        unread_timeout = max(KEEP_ALIVE, self._registry.settings.write_stall)
+
+        def make_fallback(ended: Callable[[], None]) -> AiohttpConnection:
+            return AiohttpConnection(server, ended, unread_timeout, loop=loop, **options)
+
+        return Listener(routes, self._pipeline.serve, make_fallback, most, unread_timeout)
 
 
 def function_of(route: Route) -> ApiFunction:

@@ -179,8 +179,8 @@ class Fallback(asyncio.Protocol):
     """A protocol that takes over a connection."""
 
     def check(self, now: float, keep_alive: float) -> None:
-        """Close the connection if it has waited for the head of a request for `keep_alive` seconds. Abort one that has
-        been closing for KEEP_ALIVE seconds, because its client does not read."""
+        """Close the connection if it has waited for the head of a request for `keep_alive` seconds. Abort one whose
+        client does not read the end of its response."""
 
 
 class Listener:
@@ -189,6 +189,7 @@ class Listener:
     `routes`: the routes whose plain requests `serve` answers, by path. `serve` raises only CancelledError, when the
     client is gone. `make_fallback`: creates the protocol that takes over a connection with any other request; the
     protocol calls the given function when the connection is lost. `most`: clients at once (default: `capacity`).
+    `unread_timeout`: seconds until a connection is aborted whose client does not read the end of its response.
     """
 
     def __init__(
@@ -197,11 +198,13 @@ class Listener:
         serve: Callable[[PlainRequest], Coroutine[Any, Any, None]],
         make_fallback: Callable[[Callable[[], None]], Fallback],
         most: int | None = None,
+        unread_timeout: float = KEEP_ALIVE,
     ):
         self.routes = routes
         self.serve = serve
         self.make_fallback = make_fallback
         self.most = most or capacity()
+        self.unread_timeout = unread_timeout
         self.loop = asyncio.get_running_loop()
         self.clients: set[object] = set()  # the connections of all clients, also those that aiohttp has taken over
         self.connections: set[_PlainConnection] = set()  # those that this module reads
@@ -503,7 +506,7 @@ class _PlainConnection(asyncio.Protocol):
         if self.is_busy or self.transport is None:
             return
         if self.transport.is_closing():  # which takes until the client has read its response
-            if now - self._since > KEEP_ALIVE:
+            if now - self._since > self._listener.unread_timeout:
                 self.transport.abort()
         elif self._data:
             if now - self._since > SWEEP:

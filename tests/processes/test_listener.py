@@ -186,9 +186,15 @@ async def test_an_idle_connection_is_closed_after_the_keep_alive_time(tmp_path: 
             writer.close()
 
 
-@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
-async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnected(tmp_path: Path, ends: bytes) -> None:
-    async with world(tmp_path, respond) as up:
+UNREAD = [(b"", 30.0), (b"Connection: close\r\n", 30.0), (b"Connection: close\r\n", 1000.0)]
+
+
+@pytest.mark.parametrize(("ends", "write_stall"), UNREAD)
+async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnected(
+    tmp_path: Path, ends: bytes, write_stall: float
+) -> None:
+    limit = max(KEEP_ALIVE, write_stall)
+    async with world(tmp_path, respond, settings=Settings(write_stall=write_stall)) as up:
         _, writer = await up.connect()
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         await until(lambda: len(up.listener.connections) == 1)
@@ -202,18 +208,22 @@ async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnect
             writer.write(request({"fake": 1}, headers=ends))
             await until(lambda: len(up.requests) == answered + 1 and not connection.is_busy)
         now = asyncio.get_running_loop().time()
-        for after in (1, KEEP_ALIVE - 1):
+        for after in (1, limit / 2):
             connection.check(now + after)
+            await asyncio.sleep(0)
             assert connection.transport is not None
         for _ in range(2):
-            connection.check(now + KEEP_ALIVE + 1)
+            connection.check(now + limit + 1)
         await until(lambda: not up.listener.connections)
         writer.close()
 
 
-@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
-async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(tmp_path: Path, ends: bytes) -> None:
-    async with world(tmp_path, respond) as up:
+@pytest.mark.parametrize(("ends", "write_stall"), UNREAD)
+async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(
+    tmp_path: Path, ends: bytes, write_stall: float
+) -> None:
+    limit = max(KEEP_ALIVE, write_stall)
+    async with world(tmp_path, respond, settings=Settings(write_stall=write_stall)) as up:
         _, writer = await up.connect()
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(request({"fake": 1}, headers=ODD))
@@ -229,11 +239,11 @@ async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(tmp_pat
             writer.write(request({"fake": 1}, headers=ends))
             await until(connection._connection.is_closing)
         now = asyncio.get_running_loop().time() + (0 if ends else KEEP_ALIVE + 1)  # it is idle until then
-        for after in (0, 0, KEEP_ALIVE / 2):
+        for after in (0, 0, limit - KEEP_ALIVE / 2):
             connection.check(now + after, KEEP_ALIVE)
         await asyncio.sleep(0)
         assert up.listener.handed_over == {connection}
-        connection.check(now + KEEP_ALIVE + 1, KEEP_ALIVE)
+        connection.check(now + limit + 1, KEEP_ALIVE)
         await until(lambda: not up.listener.handed_over)
         writer.close()
 
