@@ -207,6 +207,7 @@ class Cancelled(ApiError):
 
 
 class DoesNotFit(ApiError):
-    """The model does not fit an empty machine. `extra["devices"]` has the arithmetic, in MiB by device."""
+    """The model does not fit an empty machine, or exceeds its own limits. `extra["devices"]` has the arithmetic of the
+    first, in MiB by device."""
 
     status, type, reason = 507, "insufficient_memory_error", "does_not_fit"

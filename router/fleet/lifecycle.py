@@ -73,7 +73,10 @@ async def run(worker: Worker, fleet: Fleet) -> None:
         error = LoadFailed.of(worker.preset.id, unknown.message)
     except ApiError as refused:
         worker.reason = worker.reason or refused.reason
-        worker.refused = refused if isinstance(refused, LoadFailed) else None
+        # The planner's refusal is that of a place; a refusal before the first plan is a fault of the preset.
+        is_of_place = worker.queue.granted.done()
+        if isinstance(refused, LoadFailed) or (isinstance(refused, DoesNotFit) and not is_of_place):
+            worker.refused = refused
         error = refused
     except Exception as bug:
         log.exception("%s: internal error in its lifecycle", worker)

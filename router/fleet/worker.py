@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from router.config.presets import Preset
-from router.errors import ApiError, LoadFailed
+from router.errors import ApiError
 from router.events import EventLog
 from router.fleet.early_start import EarlyStart
 from router.fleet.sleeping_weights import SleepRequest
@@ -272,7 +272,7 @@ class Worker:
         self.ended = asyncio.Event()  # the process is gone, stopping or unreachable: it answers no further request
         self.stopped = asyncio.Event()
         self.lost: WorkerLost | None = None
-        self.refused: LoadFailed | None = None  # the error of a load that could not be attempted
+        self.refused: ApiError | None = None  # the error of a load that could not be attempted
 
         # Files and cost
         self.snapshot = ""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from router.api.status import status
 from router.errors import DoesNotFit
 from router.fleet import worker_argv
 from router.fleet.scheduler import candidate_of, demand_of
@@ -94,6 +95,9 @@ async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_thi
     with pytest.raises(DoesNotFit, match=r"needs at least [0-9]+ MiB, but gpu-memory-utilization and the device sizes"):
         await scene.ask("big")
     assert scene.launcher.over_commits == []
+    shown = status(scene.fleet, scene.fleet.models["big"])
+    assert (shown["reason"], shown["failed"]) == ("does_not_fit", True)
+    assert shown["error"].startswith("big: it needs at least ")
 
 
 async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
