@@ -13,7 +13,15 @@ import httpx
 
 from router.errors import RouterError
 from worker.protocol.pickled_weights import PICKLED_SUFFIXES
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
+from worker.protocol.snapshot_files import (
+    INDEX,
+    MAX_HEADER_BYTES,
+    NO_GGUF,
+    QUANTIZE_CONFIG,
+    WEIGHTS,
+    is_below,
+    shard_names,
+)
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0  # seconds without a byte
@@ -22,7 +30,7 @@ MAX_SMALL = 64 << 20
 
 _SMALL = frozenset({
     "config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "modules.json",
-    "sentence_bert_config.json", INDEX,
+    "sentence_bert_config.json", QUANTIZE_CONFIG, INDEX,
 })  # fmt: skip
 
 

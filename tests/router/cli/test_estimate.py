@@ -392,6 +392,15 @@ def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: Hub, tmp
     assert sorted(file.name for file in spare.iterdir()) == taken
 
 
+def test_the_skeleton_has_a_quantization_that_is_not_in_config_json(hub: Hub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "gptq")
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    hub_headers.skeleton("org/gptq", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.address})
+    found = checkpoint.read(tmp_path / "spare")
+    assert (found.quantization, found.bits, found.group) == ("gptq", 4, 64)
+    assert found == checkpoint.read(folder)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
