@@ -75,15 +75,16 @@ class _Models(Names):
     def read(self, text: str) -> tuple[str, ...]:
         if text.strip() == "ALL":
             self.fail("ALL is for LMI's model store; give it as --models-dir, with load-on-startup = on in [*]")
-        matches = [_LMI_MODEL.fullmatch(item.strip()) for item in text.split(",")]
-        found = [match for match in matches if match]
-        if len(found) < len(matches):
-            return tuple(_FILE_URL.sub("", item) for item in super().read(text))
+        is_json = text.lstrip().startswith('["')
+        items = super().read(text) if is_json else tuple(item.strip() for item in text.split(",") if item.strip())
+        found = [match for match in map(_LMI_MODEL.fullmatch, items) if match]
         for match in found:
             engine = [*(match[1] or match[2]).split(":"), "", ""][2]
             if engine.casefold() not in ("", "python", "mpi"):
                 self.fail(f"{shown(engine)} is an engine that is not offered; remove it")
-        return tuple(match[0] for match in found)
+        if not found:
+            items = super().read(text)
+        return tuple(dict.fromkeys(_FILE_URL.sub("", item) for item in items))
 
 
 def lmi_model(text: str) -> tuple[tuple[str, ...], str]:

@@ -63,6 +63,13 @@ def test_an_option_sets_its_field(flag: str, text: str, value: Any) -> None:
     assert getattr(parsed(given), flag.replace("-", "_")) == value
 
 
+def test_models_of_lmi_and_others_may_be_named_together() -> None:
+    models = ("[a:v1]=org/x", "b::Python=file:llama", "org/y")
+    assert parsed({"model": ",".join(models)}).model == models
+    (option,) = (option for option in OPTIONS if option.flag == "model")
+    assert option.kind(option.kind.write(models)) == models
+
+
 def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> None:
     environ = {"ROUTER_PORT": "1", "LLAMA_ARG_PORT": "2", "ROUTER_HOST": "", "LLAMA_ARG_HOST": "localhost"}
     assert parsed({"port": "3"}, environ).port == 3
@@ -79,6 +86,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
     [
         ({"port": "99999"}, '--port: "99999" is not a whole number from 0 to 65535'),
         ({"model": ""}, "--model: names no model; write a folder or org/name, or remove it"),
+        ({"model": "org/x,test::PyTorch=org/y"}, '--model: "PyTorch" is an engine that is not offered; remove it'),
         ({"model": "ALL"}, "--model: ALL is for LMI's model store; give it as --models-dir"),
         ({"hf-repo": " ,"}, "--hf-repo: names no model; write a folder or org/name, or remove it"),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
