@@ -45,8 +45,8 @@ UNAVAILABLE: Mapping[str, str] = {
 _POSITIVE, NEGATIVE = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
-# An item of LMI's load_models; the brackets may be missing if there is a colon, or before a URL of a file.
-_LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==file:)))=(.+)")
+# An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
+_LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
 _KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 

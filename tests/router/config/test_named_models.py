@@ -159,6 +159,7 @@ def test_model_names_are_given_once_per_model_in_their_order() -> None:
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/two"}, {"org/one": "org/one"}, "HF_MODEL_ID"),
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/one"}, {"org/one": "org/one"}, ""),
         ({"SERVING_LOAD_MODELS": "test::MPI=/home/me/llama"}, {"test": "/home/me/llama"}, ""),
+        ({"SERVING_LOAD_MODELS": "test=/home/me/llama"}, {"test": "/home/me/llama"}, ""),
         ({"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"}, {"a": "org/one", "b": "org/two"}, ""),
         (
             {"HF_MODEL_ID": "org/two", "SERVING_LOAD_MODELS": "test::Python=/home/me/llama"},
