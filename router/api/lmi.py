@@ -42,9 +42,9 @@ async def ping(call: ApiCall) -> ApiResult:
     registry = call.registry
     for id in sorted(registry.startup_pending):
         listed = registry.shared_workers.listed.get(id)
-        if listed is not None and listed.model.failure is not None:
+        if listed is not None and _has_failed(listed.model):
             # Without name and error, because this route is public.
-            message = "a model of load-on-startup has failed; see GET /models for its error"
+            message = "a model of load-on-startup has failed; see GET /models for the reason"
             return JsonReply({"code": 500, "type": "InternalServerException", "message": message}, status=500)
     return {"status": "pending" if registry.startup_pending else "healthy"}
 
@@ -387,7 +387,12 @@ def _worker(registry: Registry, worker: Worker) -> dict[str, Any]:
 def _status(model: Model) -> str:
     if any(worker.state is State.READY for worker in model.all_open):
         return "READY"
-    return "FAILED" if model.failure is not None and not model.all_open else "PENDING"
+    return "FAILED" if _has_failed(model) and not model.all_open else "PENDING"
+
+
+def _has_failed(model: Model) -> bool:
+    """The last load has failed. A model that does not fit has no failure: its next request is planned again."""
+    return model.failure is not None or (model.reason == DoesNotFit.reason and not model.all_open)
 
 
 def _url(preset: Preset, *, admin: bool) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from router.config.api_keys import ApiKey
 from router.config.settings import Settings
 from router.errors import ModelNotFound
 from router.launch.interface import WorkerLost
+from tests.fakes import GIB
 from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, dying, unasked, world
 from worker.protocol.argv import AdapterSource
@@ -342,3 +344,14 @@ async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> 
         await client.post("/models/load?wait=1", json={"model": "a"})
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()["code"]) == (500, 500)
+
+
+async def test_a_model_of_the_start_that_does_not_fit_has_failed(tmp_path: Path) -> None:
+    async with world(tmp_path, unasked) as up, up.client() as client:
+        up.registry.startup_pending = frozenset({"a"})
+        model = up.fleet.models["a"]
+        model.preset = replace(model.preset, required_memory={"": 900 * GIB})
+        assert (await client.post("/models/load?wait=1", json={"model": "a"})).status_code == 507
+        assert (await client.get("/ping")).status_code == 500
+        (shown,) = (await client.get("/lmi/models")).json()["models"]
+        assert shown["status"] == "FAILED"
