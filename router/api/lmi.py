@@ -27,6 +27,7 @@ from router.fleet.model import Model
 from router.fleet.worker import State, Worker
 from router.memory import checkpoint_facts
 from router.registry.registry import Registry
+from router.registry.shared_workers import ListedModel
 from worker.protocol.routes import ignored_fields
 
 T = TypeVar("T")
@@ -319,12 +320,22 @@ def _ready(model: Model) -> int:
 async def list_models(call: ApiCall) -> ApiResult:
     """GET /lmi/models: a page of the models, sorted by name."""
     admin = call.registry.access.is_admin(call.key)
-    models, next_page = page(call.query, sorted(call.registry.visible(call.key), key=lambda listed: listed.id))
+    models, next_page = _page_of_models(call)
     rows = [
         {"modelName": listed.id, "modelUrl": _url(listed.preset, admin=admin), "status": _status(listed.model)}
         for listed in models
     ]
     return {"models": rows, **next_page}
+
+
+async def list_workflows(call: ApiCall) -> ApiResult:
+    """GET /lmi/workflows: a page of the models, each of which is a workflow of its own, sorted by name."""
+    models, next_page = _page_of_models(call)
+    return {"workflows": [{"workflowName": listed.id} for listed in models], **next_page}
+
+
+def _page_of_models(call: ApiCall) -> tuple[Sequence[ListedModel], dict[str, str]]:
+    return page(call.query, sorted(call.registry.visible(call.key), key=lambda listed: listed.id))
 
 
 async def describe_model(call: ApiCall) -> ApiResult:

@@ -240,7 +240,8 @@ async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path)
         assert rows == (await client.get("/lmi/models")).json()
         ((workflow,),) = ((await client.get("/models/mine")).json(),)
         assert workflow["workflowName"] == "mine"
-        assert (await client.get("/workflows")).json() == rows
+        workflows = [{"workflowName": row["modelName"]} for row in rows["models"]]
+        assert (await client.get("/workflows")).json() == {"workflows": workflows}
         assert (await client.get("/workflows/mine")).json() == [workflow]
         assert (await client.put("/workflows/mine", params={"min_worker": 0})).status_code == 200
         assert (await client.put("/models/mine", params={"min_worker": 0})).status_code == 200

@@ -103,6 +103,9 @@ INVOCATIONS_RESPONSE = ResponseSchema(
     events=s.any_of(s.ref("ChatCompletionChunk"), s.ref("Completion")),
 )
 LIST_RESPONSE = ResponseSchema(body=s.shape({"models": _MODELS}, {"nextPageToken": s.TEXT}))
+WORKFLOWS_RESPONSE = ResponseSchema(
+    body=s.shape({"workflows": s.several(s.shape({"workflowName": s.TEXT}))}, {"nextPageToken": s.TEXT})
+)
 DESCRIBE_RESPONSE = ResponseSchema(body=s.several(s.shape({"workflowName": s.TEXT, "models": s.several(_MODEL)})))
 # Of calls that change models: registering, scaling.
 SCHEDULED_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
