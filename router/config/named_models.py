@@ -29,12 +29,13 @@ class NamedModel:
 
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """The models that flags and variables name."""
-    named, used = list[NamedModel](), set[str]()
+    of_lmi = [lmi_model(text)[0] for text in settings.model]
+    named, used = list[NamedModel](), {names[0] for names in of_lmi if len(names) == 1}
     for key in ("model", "hf-repo"):
         for text in getattr(settings, BY_FLAG[key].field):
             names, source = lmi_model(text) if key == "model" else ((), text)
             if names[1:] and names[0] in used:
-                names = names[1:]  # the first of several versions has the name without a version
+                names = names[1:]  # the name alone is that of the model without a version, else of the first
             used.update(names)
             named.append(NamedModel(key, source, settings.origins.get(key, f"--{key}"), names))
     if settings.model_names:

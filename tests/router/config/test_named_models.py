@@ -183,6 +183,8 @@ def test_a_model_of_lmis_load_models_has_the_name_and_the_version_that_are_given
     assert {id: preset.aliases for id, preset in loaded.presets.items()} == {
         "a": ("a:v1", "org/x"), "a:v2": ("org/y",), "b": ("llama",)
     }  # fmt: skip
+    loaded = start({}, environ={"SERVING_LOAD_MODELS": "[a:v2]=org/y,[a]=org/x"})
+    assert {id: preset.repo for id, preset in loaded.presets.items()} == {"a:v2": "org/y", "a": "org/x"}
     assert start({"model": "test::Python=llama", "model-names": "mine"}).presets["mine"].aliases == ("test", "llama")
     (problem,) = start({}, environ={"SERVING_LOAD_MODELS": "[a]=org/x,[a]=org/y"}).problems
     assert "alias" in str(problem)
