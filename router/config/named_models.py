@@ -62,7 +62,9 @@ def sections(
         if model.key == "model" and model.text in present:
             chosen[model.text] = ini.Section(model.text, 0, tuple(entries), file=model.origin)
             continue
-        id = next(id for id in _ids(model, working, disk) if id.casefold() not in used)
+        # Not the name of another model either: [a]=/models/b,[b]=/models/a
+        others = {name.casefold() for other in named if other is not model for name in other.names}
+        id = next(id for id in _ids(model, working, disk) if id.casefold() not in used | others)
         used.add(id.casefold())
         entries = [ini.Entry(model.key, model.text, 0), *entries]
         added.append(ini.Section(id, 0, tuple(entries), file=model.origin))

@@ -186,5 +186,9 @@ def test_a_model_of_lmis_load_models_has_the_name_and_the_version_that_are_given
     loaded = start({}, environ={"SERVING_LOAD_MODELS": "[a:v2]=org/y,[a]=org/x"})
     assert {id: preset.repo for id, preset in loaded.presets.items()} == {"a:v2": "org/y", "a": "org/x"}
     assert start({"model": "test::Python=llama", "model-names": "mine"}).presets["mine"].aliases == ("test", "llama")
+    loaded = start({}, environ={"SERVING_LOAD_MODELS": "[name]=/home/me/llama,[llama]=/home/me/org/name"})
+    assert {id: preset.path for id, preset in loaded.presets.items()} == {
+        "name": "/home/me/llama", "llama": "/home/me/org/name"
+    }  # fmt: skip
     (problem,) = start({}, environ={"SERVING_LOAD_MODELS": "[a]=org/x,[a]=org/y"}).problems
     assert "alias" in str(problem)
