@@ -210,12 +210,14 @@ class SettingReader:
                 self._warn(place, f"is for one model, and {_count(named)} named at start, so it is not read;"
                                   " write a section in a file for --models-preset")  # fmt: skip
                 continue
-            for meaning, value in self._spelled(meant, text, place):
+            meanings = list(self._spelled(meant, text, place))
+            for meaning, value in meanings:
                 is_other = meaning.option is not spelling.option  # rolling_batch = disable
                 if is_other and (before := layer.get(meaning.canonical)):
                     counts = before.place.key.startswith(("ROUTER_", "LLAMA_"))
                     unread, other = (place, before.place.key) if counts else (before.place, name)
-                    self._warn(unread, f"has no effect beside {other}; remove one of the two")
+                    part = f"its {meaning.canonical} " if counts and len(meanings) > 1 else ""  # of a JSON object
+                    self._warn(unread, f"{part}has no effect beside {other}; remove one of the two")
                     if counts:
                         continue
                 self._add(layer, meaning, value, place, ENVIRONMENT)

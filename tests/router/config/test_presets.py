@@ -401,6 +401,16 @@ def test_a_variable_of_the_router_or_llama_server_wins_over_lmis_way_to_batch(na
     assert warning == f"OPTION_ROLLING_BATCH: has no effect beside {name}; remove one of the two"
 
 
+def test_a_part_of_an_object_in_a_variable_without_effect_is_named() -> None:
+    scaling = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}'
+    environ = {"LLAMA_ARG_ROPE_SCALE": "8", "OPTION_ROPE_SCALING": scaling}
+    assert one("", environ=environ).rope == {"rope-scaling": "yarn", "rope-scale": 8, "yarn-orig-ctx": 512}
+    (warning,) = warnings("[m]\nmodel = demo:a", environ=environ)
+    assert warning == (
+        "OPTION_ROPE_SCALING: its rope-scale has no effect beside LLAMA_ARG_ROPE_SCALE; remove one of the two"
+    )
+
+
 def test_variables_that_complete_each_other_cause_no_warning() -> None:
     environ = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}
     assert warnings("[m]\nmodel = demo:a", environ=environ) == []
