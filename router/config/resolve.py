@@ -532,14 +532,15 @@ class _Resolution:
     def _unconfigured(self, found: Sequence[FoundModel], presets: Mapping[str, Preset]) -> Iterator[FoundModel]:
         """The models on disk without a section. If two have the same name, the first one counts."""
         used_ids = {id.casefold() for id in presets}
-        aliases = {alias for preset in presets.values() for alias in preset.aliases}
+        owners = {alias: preset for preset in presets.values() for alias in preset.aliases}
         hidden = {preset.repo for preset in presets.values() if preset.dedup_cache_models and preset.repo}
         for entry in found:
             if entry.id.casefold() in used_ids or (entry.source == "cache" and entry.repo in hidden):
                 continue
-            if entry.id in aliases:
-                place = Problem(entry.path or entry.repo, 0, "", "", "")
-                self._warn(place, f'is not listed: "{entry.id}" is an alias of another model')
+            if (owner := owners.get(entry.id)) is not None:
+                if (entry.path, entry.repo, entry.revision) != (owner.path, owner.repo, owner.revision):
+                    place = Problem(entry.path or entry.repo, 0, "", "", "")
+                    self._warn(place, f'is not listed: "{entry.id}" is an alias of another model')
                 continue
             used_ids.add(entry.id.casefold())
             yield entry

@@ -347,6 +347,9 @@ def test_a_model_on_disk_gives_way_to_an_alias() -> None:
     loaded = read("[a]\nmodel = demo:a\nalias = x/y\n", found=[FoundModel("x/y", "cache", repo="x/y")])
     assert list(loaded.presets) == ["a"]
     assert [str(warning) for warning in loaded.warnings] == ['x/y: is not listed: "x/y" is an alias of another model']
+    text, disk = "[a]\nmodel = /m/llama\nalias = llama\n", Disk("/m/llama/config.json")
+    loaded = read(text, disk, found=[FoundModel("llama", "models_dir", path="/m/llama")])
+    assert (list(loaded.presets), loaded.warnings) == (["a"], ()), "it is the same model"
 
 
 @pytest.mark.parametrize("line", ["model = demo:a", "hf-repo = a/b", "alias = x", "revision = v1"])
