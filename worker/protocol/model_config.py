@@ -40,7 +40,7 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Any]) -> d
     if config.get("quantization_config"):
         return dict(config)
     stated, method = config.get("compression_config"), "compressed-tensors"
-    if not stated:
+    if not stated and "bits" in beside:  # a file of this name by transformers.js describes ONNX files, without bits
         stated, method = beside, "gptq"
     if not isinstance(stated, Mapping) or not stated:
         return dict(config)

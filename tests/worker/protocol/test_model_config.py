@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.protocol.model_config import FULL, apply_rope, longest_sequence, merge
+from worker.protocol.model_config import FULL, apply_rope, longest_sequence, merge, with_quantization
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096,
@@ -185,3 +185,9 @@ def test_an_override_merges_objects_and_replaces_the_rest() -> None:
     assert merge(config, {"a": {"c": [2]}, "d": {"x": 1}}) == {"a": {"b": 1, "c": [2]}, "d": {"x": 1}}
     assert merge(OLD, {"rope_theta": 7.0}) == {**OLD, "rope_theta": 7.0}, "the checkpoint's layout stays"
     assert config == {"a": {"b": 1, "c": [1]}, "d": 2}
+
+
+def test_a_quantize_config_of_onnx_files_states_no_quantization() -> None:
+    """transformers.js writes a file of this name beside weights that are not quantized."""
+    assert with_quantization(LLAMA, {"modes": ["q8"], "per_channel": True, "reduce_range": True}) == LLAMA
+    assert with_quantization(LLAMA, {"bits": 4})["quantization_config"] == {"quant_method": "gptq", "bits": 4}
