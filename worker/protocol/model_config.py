@@ -44,6 +44,8 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Any]) -> d
         stated, method = beside, "gptq"
     if not isinstance(stated, Mapping) or not stated:
         return dict(config)
+    if "sparsity_config" in stated and not stated.get("config_groups"):  # a pruned model, which is not quantized
+        return dict(config)
     return {**config, "quantization_config": {"quant_method": method, **stated}}
 
 

@@ -191,3 +191,13 @@ def test_a_quantize_config_of_onnx_files_states_no_quantization() -> None:
     """transformers.js writes a file of this name beside weights that are not quantized."""
     assert with_quantization(LLAMA, {"modes": ["q8"], "per_channel": True, "reduce_range": True}) == LLAMA
     assert with_quantization(LLAMA, {"bits": 4})["quantization_config"] == {"quant_method": "gptq", "bits": 4}
+
+
+def test_a_compression_config_of_zeros_alone_states_no_quantization() -> None:
+    """llm-compressor writes it for a pruned model, whose weights are stored like any others."""
+    sparsity = {"sparsity_config": {"format": "dense", "global_sparsity": 0.5}}
+    pruned = {**LLAMA, "compression_config": {"quant_method": "compressed-tensors", **sparsity}}
+    assert with_quantization(pruned, {}) == pruned
+    groups = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    both = {**LLAMA, "compression_config": {**sparsity, **groups}}
+    assert with_quantization(both, {})["quantization_config"]["config_groups"] == groups["config_groups"]
