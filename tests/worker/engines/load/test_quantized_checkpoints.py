@@ -9,6 +9,7 @@ import accelerate  # type: ignore[import-untyped]
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -17,7 +18,7 @@ from tests import quantized_snapshots
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.load import loader
+from worker.engines.transformers.load import loader, quantization
 from worker.engines.transformers.load.layer_split import LayerSplit
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
@@ -88,6 +89,22 @@ def test_a_quantized_checkpoint_without_a_tensor_is_refused(tmp_path: Path, meth
     safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartError, match=rf"the files lack what \w+ needs: .*{layer}"):
         load(folder, parallel=2, ctx_size=64, dtype="float32")
+
+
+class WithPermutation(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """With the tensor that gptqmodel's kernels for Hopper and Blackwell add to each layer, and that no file has."""
+
+    def __init__(self, config: transformers.LlamaConfig):
+        super().__init__(config)
+        self.model.layers[1].mlp.up_proj.register_buffer("input_perm", torch.empty(0, dtype=torch.int32))
+
+
+def test_a_tensor_that_a_kernel_adds_is_not_missing(tmp_path: Path) -> None:
+    chosen = Estimate(snapshot=str(quantized_snapshots.make("fp8", tmp_path / "m")))
+    here = {"": torch.device("cpu")}
+    model, missing = quantization.load(WithPermutation, chosen, load_config(chosen), here, torch.float32, ())
+    assert "model.layers.1.mlp.up_proj.input_perm" in model.state_dict()
+    assert missing == []
 
 
 def test_a_split_model_is_loaded_onto_its_devices_without_hooks_of_accelerate(

@@ -31,6 +31,9 @@ from worker.protocol.architectures import (
 from worker.protocol.argv import ModelOptions
 
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
+# The order of a layer's inputs, which gptqmodel's kernels for Hopper and Blackwell compute at load (7.6: machete.py and
+# swordfish.py).
+_PERMUTATION = ".input_perm"
 
 
 def is_quantized(options: ModelOptions, config: Any) -> bool:
@@ -175,7 +178,7 @@ def load(
     if settings and dequantizes(found, device):
         _unify(model, dtype)
     # Without scales and the like: libraries add some that no file has.
-    return model, [name for name in info["missing_keys"] if not SCALE.search(name)]
+    return model, [name for name in info["missing_keys"] if not (SCALE.search(name) or name.endswith(_PERMUTATION))]
 
 
 def _tensors(files: Sequence[safetensors.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
