@@ -128,7 +128,7 @@ async def _parse_chat(
     common.check_max_tokens()
     limit = common.limit(model, "messages")
     prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model, limit)
-    # Behind the refusal of a chat that is too long: it takes most of the time to read many parts.
+    # After the length check: of a chat with many parts, this search takes most of the time.
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if common.max_prompt_tokens is not None and prompt_images is not None:
         raise UnsupportedField(

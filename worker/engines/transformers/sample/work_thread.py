@@ -97,7 +97,8 @@ class WorkThread:
                 self._start()
 
     def make_way(self) -> None:
-        """Let the job that calls this step aside. For one that waits, of which no CPU time tells."""
+        """Detach the job that calls this. For a job that waits: its CPU time, by which others detach it, does not
+        grow."""
         with self._lock:
             if self._thread is threading.current_thread():
                 self._start()
