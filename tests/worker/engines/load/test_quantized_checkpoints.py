@@ -91,6 +91,16 @@ def test_a_quantized_checkpoint_without_a_tensor_is_refused(tmp_path: Path, meth
         load(folder, parallel=2, ctx_size=64, dtype="float32")
 
 
+def test_an_fp8_checkpoint_with_scales_of_another_name_is_refused(tmp_path: Path) -> None:
+    """As AutoFP8 wrote it. transformers would take the weights without their scales."""
+    folder = quantized_snapshots.make("fp8", tmp_path / "m")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    renamed = {name.replace("weight_scale_inv", "weight_scale"): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=r"does not read the scales of this fp8 checkpoint \(model\.layers\.0\."):
+        load(folder, parallel=2, ctx_size=64, dtype="float32")
+
+
 class WithPermutation(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """With the tensor that gptqmodel's kernels for Hopper and Blackwell add to each layer, and that no file has."""
 

@@ -174,6 +174,12 @@ def load(
         raise StartError(
             f"transformers cannot load this {found} checkpoint here: {cuda_errors.one_line(error)}"
         ) from error
+    unread = sorted(name for name in info["unexpected_keys"] if name.endswith(".weight_scale"))
+    if found == "fp8" and unread:
+        raise StartError(
+            f"transformers does not read the scales of this fp8 checkpoint ({unread[0]}), and its weights would be"
+            " wrong; take a checkpoint that is quantized with compressed-tensors, or one that is not quantized"
+        )
     remove_hook_from_submodules(model)  # accelerate's, of a model on several devices, which has those of `layer_split`
     if settings and dequantizes(found, device):
         _unify(model, dtype)
