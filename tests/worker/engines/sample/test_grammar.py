@@ -571,6 +571,23 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_erro
     grammars.close()
 
 
+REFERENCES = {
+    f"d{number}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}} for number in range(1500)
+}
+SCHEMA = {"$ref": "#/$defs/d0", "$defs": {**REFERENCES, "d1500": {"type": "string"}}}
+TERMINALS = "".join(f"T{number}: T{number + 1}?\n" for number in range(6000))
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("json_schema", json.dumps(SCHEMA)), Grammar("lark", f'start: T0\n{TERMINALS}T6000: "z"')]
+)
+async def test_rules_that_refer_to_each_other_in_a_long_chain_do_not_end_the_process(grammar: Grammar) -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    matcher = await grammars.compiled(grammar)
+    assert grammars.mask(matcher).future.result(DEADLINE).any()
+    grammars.close()
+
+
 class CountedClock:
     """A clock of CPU time that is moved by tests, the same for all threads."""
 

@@ -63,6 +63,9 @@ MAX_SYMBOLS = 100_000
 # words needs 200,000. The default is 1,000,000.
 MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
+# llguidance 1.9 descends into each rule or schema that another one refers to, and takes up to 16 KiB of stack for it. An
+# overflow would end the process. This is twice what a text of MAX_TEXT characters took at most.
+COMPILER_STACK_BYTES = 512 * MIB
 DETACH_SECONDS = 0.25
 MAX_DETACHED = 1  # detached compilations at once, to bound their memory and the cores that they take
 MASK_SECONDS = 0.2
@@ -260,7 +263,8 @@ class Grammars:
         self._building = threading.Lock()
         self._mask_threads = tuple(WorkThread(name, clock_of_thread) for name in ("grammar", "grammar-slow"))
         self._compilers = tuple(
-            WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
+            WorkThread(name, clock_of_thread, stack_bytes=COMPILER_STACK_BYTES)
+            for name in ("grammar-compiler", "grammar-compiler-long")
         )
         self._detached = threading.Semaphore(MAX_DETACHED)
 

@@ -69,9 +69,10 @@ class Job(Generic[Result]):
 class WorkThread:
     """Runs jobs one after the other in a thread that starts with the first one."""
 
-    def __init__(self, name: str, clock_of_thread: Callable[[], Clock] = thread_clock):
-        """`clock_of_thread`: returns the clock of the thread that calls it; tests replace it."""
-        self._name, self.clock_of_thread = name, clock_of_thread
+    def __init__(self, name: str, clock_of_thread: Callable[[], Clock] = thread_clock, *, stack_bytes: int = 0):
+        """`clock_of_thread`: returns the clock of the thread that calls it; tests replace it. `stack_bytes`: of its
+        threads; 0: as usual. Only what is used of a stack takes memory."""
+        self._name, self.clock_of_thread, self._stack_bytes = name, clock_of_thread, stack_bytes
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -113,7 +114,11 @@ class WorkThread:
         self._current = None
         # A daemon: a detached job must not delay the exit of the process.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        before = threading.stack_size(self._stack_bytes)  # for all threads that start from now on
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(before)
 
     def _run(self) -> None:
         me = threading.current_thread()
