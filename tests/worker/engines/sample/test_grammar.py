@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -568,6 +569,27 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_erro
         grammars.matcher(replace(heavy, field="guided_regex"))
     assert kept.value.param == "guided_regex"
     release.set()
+    grammars.close()
+
+
+def test_a_slow_grammar_takes_a_token_on_another_thread_and_not_under_the_interpreter_lock() -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    slow, usual = grammars.matcher(BOMB), grammars.matcher(BOMB)
+    token = tokenizer.encode(" worker", add_special_tokens=False)[-1]
+    for _ in range(6):
+        for matcher in (slow, usual):
+            matcher.is_slow = False
+            matcher.take(token)
+            matcher.next_mask(grammars.mask_bytes)
+    slow.is_slow, usual.is_slow = True, False
+    seconds = []
+    for matcher in (slow, usual):
+        begin = time.thread_time()
+        matcher.take(token, is_last=True)
+        seconds.append(time.thread_time() - begin)
+    assert seconds[0] < seconds[1] / 4, "the CPU time of this thread"
+    assert np.array_equal(slow.next_mask(grammars.mask_bytes), usual.next_mask(grammars.mask_bytes))
     grammars.close()
 
 

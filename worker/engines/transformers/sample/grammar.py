@@ -63,8 +63,8 @@ MAX_SYMBOLS = 100_000
 # words needs 200,000. The default is 1,000,000.
 MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
-# llguidance 1.9 descends into each rule or schema that another one refers to, and takes up to 16 KiB of stack for it. An
-# overflow would end the process. This is twice what a text of MAX_TEXT characters took at most.
+# llguidance 1.9 descends into each rule or schema that another one refers to, and takes up to 16 KiB of stack for it.
+# An overflow would end the process. This is twice what a text of MAX_TEXT characters took at most.
 COMPILER_STACK_BYTES = 512 * MIB
 DETACH_SECONDS = 0.25
 MAX_DETACHED = 1  # detached compilations at once, to bound their memory and the cores that they take
@@ -106,9 +106,11 @@ class Lexer:
     all threads. So a copy calls llguidance only while it has the turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, other: "LLMatcher"):
+        """`other`: a matcher of another grammar (see `take_slowly`)."""
         self.lock = threading.Lock()
         self.slow: WeakSet[GrammarMatcher] = WeakSet()  # copies that had a slow mask
+        self._other = other
 
     @contextmanager
     def turn(self, most: float = 0.0) -> Iterator[bool]:
@@ -119,6 +121,16 @@ class Lexer:
         finally:
             if is_free:
                 self.lock.release()
+
+    def take_slowly(self, matcher: "LLMatcher", token: int) -> bool:
+        """Let `matcher` take `token` in a turn, without the interpreter lock. False if it does not allow the token.
+
+        A matcher's own call keeps the lock, for as long as its last mask took. So does LLExecutor with one matcher
+        (llguidance 1.9). With another one beside it, it releases the lock, and takes 0.1 ms more.
+        """
+        from llguidance import LLExecutor
+
+        return LLExecutor(1).consume_token_par([(matcher, token), (self._other, token)])[0]
 
 
 class GrammarMatcher:
@@ -185,6 +197,8 @@ class GrammarMatcher:
     def _take_all(self) -> bool:
         """Take the tokens that were left, in a turn. False if the grammar does not allow them."""
         tokens, self._untaken = self._untaken, []
+        if self.is_slow:
+            return all(self.lexer.take_slowly(self._matcher, token) for token in tokens)
         return all(self._matcher.consume_token(token) for token in tokens)
 
     def error(self) -> RequestError:
@@ -408,7 +422,8 @@ class Grammars:
             verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
         )
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
-        compiled = GrammarMatcher(matcher, grammar.field, Lexer())
+        other = llguidance.LLMatcher(environment, llguidance.LLMatcher.grammar_from_lark('start: ""'), log_level=0)
+        compiled = GrammarMatcher(matcher, grammar.field, Lexer(other))
         if not matcher.is_error():
             # The first mask may take seconds. Copies have it, so no step has to wait for it.
             compiled.mask = Job(functools.partial(compiled.next_mask, self.mask_bytes))
