@@ -64,7 +64,7 @@ MAX_SYMBOLS = 100_000
 MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 # llguidance 1.9 descends into each rule or schema that another one refers to, and takes up to 16 KiB of stack for it.
-# An overflow would end the process. This is twice what a text of MAX_TEXT characters took at most.
+# An overflow would end the process. By the stack that shorter chains took, MAX_TEXT characters may need 230 MiB.
 COMPILER_STACK_BYTES = 512 * MIB
 DETACH_SECONDS = 0.25
 MAX_DETACHED = 1  # detached compilations at once, to bound their memory and the cores that they take
