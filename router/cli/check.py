@@ -5,7 +5,9 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
 from worker.protocol.architectures import LIBRARIES, scoring_fault
+from worker.protocol.memory import COMPILER_STACK_BYTES, MAX_GRAMMAR_LENGTH
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
 from worker.protocol.snapshot_files import QUANTIZE_CONFIG, is_of_tokenizer
 from worker.protocol.vocabulary import vocabulary_fault
@@ -144,16 +147,27 @@ def _vocabulary(folder: str | None) -> dict[int, str]:
 
 
 def _grammar_fault(text: str, *, is_schema: bool) -> str:
-    """Return the reason why the worker's library cannot compile a grammar; empty if it can, or is not installed."""
+    """Return the reason why the worker cannot compile a grammar; empty if it can, or lacks the library."""
     try:
         from llguidance import LLMatcher, grammar_from  # late: a base installation lacks it
     except ImportError:
         return ""
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        return f"it has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed"
+
+    def compiled() -> str:
+        try:
+            source = LLMatcher.grammar_from_json_schema(text) if is_schema else grammar_from("gbnf", text)
+            return LLMatcher.validate_grammar(source)
+        except ValueError as error:
+            return str(error)
+
+    before = threading.stack_size(COMPILER_STACK_BYTES)  # of the threads that start from now on
     try:
-        source = LLMatcher.grammar_from_json_schema(text) if is_schema else grammar_from("gbnf", text)
-        return " ".join(LLMatcher.validate_grammar(source).split())
-    except ValueError as error:
-        return " ".join(str(error).split())
+        with ThreadPoolExecutor(1) as executor:
+            return " ".join(executor.submit(compiled).result().split())
+    finally:
+        threading.stack_size(before)
 
 
 def _quantization(folder: str) -> tuple[str, int, int]:

@@ -39,6 +39,14 @@ GRAMMAR_BYTES = 32 * MIB
 # Main memory for each entry of the vocabulary after the first grammar is compiled. Measured: 140 MB for 151,000.
 GRAMMAR_ENTRY_BYTES = 960
 
+# Characters of a grammar, to bound the work of one request.
+MAX_GRAMMAR_LENGTH = 1 << 18
+
+# Stack of a thread that compiles grammars. llguidance 1.9 descends into each rule or schema that another one refers to,
+# and takes up to 16 KiB of stack for it. An overflow would end the process. By the stack that shorter chains took,
+# MAX_GRAMMAR_LENGTH characters may need 230 MiB.
+COMPILER_STACK_BYTES = 512 * MIB
+
 # Main memory that the first large steps add on a CPU: code of kernels and buffers of matrix products. Measured: 10 to
 # 20 MiB.
 FIRST_STEPS_BYTES = 20 * MIB

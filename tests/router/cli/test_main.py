@@ -182,6 +182,24 @@ def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(
     ]
 
 
+def test_check_compiles_a_long_chain_of_references_and_refuses_a_grammar_that_no_worker_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A chain would overflow the stack of the main thread and end the process."""
+    chain = {f"d{number}": {"properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}} for number in range(1500)}
+    schema = json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"type": "string"}}})
+    long = "a" * 2**18
+    path = preset(
+        tmp_path,
+        f'[a]\nmodel = demo:a\njson-schema = {schema}\n[b]\nmodel = demo:b\ngrammar = root ::= "{long}"\n',
+    )
+    code, out, _ = run(capsys, "check", path)
+    assert (code, out.splitlines()[-1]) == (1, "1 fault")
+    assert out.splitlines()[0] == (
+        f"{path}:6: [b] grammar cannot be compiled: it has 262155 characters; at most 262144 are allowed"
+    )
+
+
 def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     llama3 = write(tmp_path / "n", rope_scaling={"rope_type": "llama3", "factor": 8.0})

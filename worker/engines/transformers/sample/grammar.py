@@ -39,7 +39,13 @@ from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.sample.work_thread import Clock, Job, WorkThread, thread_clock
 from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
-from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES, MIB
+from worker.protocol.memory import (
+    COMPILER_STACK_BYTES,
+    GRAMMAR_BYTES,
+    GRAMMAR_ENTRY_BYTES,
+    MAX_GRAMMAR_LENGTH,
+    MIB,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -55,7 +61,6 @@ KEPT_SECONDS = 0.1
 COMPILING_BYTES, LARGE_COMPILING_BYTES = 48 * MIB, 128 * MIB
 # CPU time of a compilation after which freed memory is returned to the system. `(a{1000}){70}` leaves 50 MiB of it.
 TRIM_SECONDS = 0.02
-MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
 LONG_TEXT = 1 << 13  # characters of a grammar that is compiled on the thread for long ones
 # Symbols of a grammar. llguidance compiles 50,000 in half a second, and fails from 65,525 alternatives and options on.
 MAX_SYMBOLS = 100_000
@@ -63,9 +68,6 @@ MAX_SYMBOLS = 100_000
 # words needs 200,000. The default is 1,000,000.
 MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
-# llguidance 1.9 descends into each rule or schema that another one refers to, and takes up to 16 KiB of stack for it.
-# An overflow would end the process. By the stack that shorter chains took, MAX_TEXT characters may need 230 MiB.
-COMPILER_STACK_BYTES = 512 * MIB
 DETACH_SECONDS = 0.25
 MAX_DETACHED = 1  # detached compilations at once, to bound their memory and the cores that they take
 MASK_SECONDS = 0.2
@@ -292,9 +294,9 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(grammar)
         if found is None:
-            if len(grammar.text) > MAX_TEXT:
+            if len(grammar.text) > MAX_GRAMMAR_LENGTH:
                 raise InvalidValue(
-                    f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_TEXT} are allowed",
+                    f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed",
                     param=grammar.field,
                 )
             tables = self.bytes_to_come if self._environment is None else 0
