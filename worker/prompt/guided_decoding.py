@@ -15,6 +15,7 @@ from worker.errors import InvalidValue, UnsupportedField
 from worker.interface import Grammar
 from worker.prompt.body_reader import MAX_LEVELS, BodyFields, is_deep
 from worker.protocol.dialects.generation_fields import MAX_GUIDED_CHOICES, NAMED_SCHEMA, RESPONSE_FORMAT, STRUCTURED
+from worker.protocol.memory import MAX_GRAMMAR_LENGTH
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
@@ -54,6 +55,7 @@ def read(fields: BodyFields) -> Grammar | None:
 def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
     """Return the grammar of `schema`, a JSON Schema as an object or as a string."""
     if isinstance(schema, str):
+        _check_length(schema, field)
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError:
@@ -62,7 +64,14 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
             raise InvalidValue(f"{field} is nested too deeply: at most {MAX_LEVELS} levels are supported", param=field)
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
+    _check_length(orjson.dumps(schema), field)
     return Grammar("json_schema", orjson.dumps(close_schema(schema)).decode(), field, lenient=lenient)
+
+
+def _check_length(text: str | bytes, field: str) -> None:
+    """Raise InvalidValue for a schema that is too long to be compiled, before it is read."""
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        raise InvalidValue(f"{field} has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed", param=field)
 
 
 def _response_format(fields: BodyFields, name: str) -> Grammar | None:

@@ -80,6 +80,8 @@ def test_each_grammar_field_gives_a_grammar(body: dict[str, Any], expected: Gram
         ),
         ({"json_schema": "{"}, "json_schema", INVALID),
         ({"json_schema": "5"}, "json_schema", INVALID),
+        ({"json_schema": "[" * (1 << 18) + "]" * (1 << 18)}, "json_schema", INVALID),
+        ({"json_schema": {"enum": ["a" * (1 << 18)]}}, "json_schema", INVALID),
         ({"guided_choice": ["a", ""]}, "guided_choice", INVALID),
         ({"guided_choice": ["a"] * 1025}, "guided_choice", INVALID),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", INVALID),
