@@ -181,6 +181,8 @@ class ChatTemplate:
         """Return the message as the template takes it, with a string or typed parts as content."""
         if self._takes_short_ids:
             message = _with_short_ids(message)
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": list(map(self._to_template_call, message["tool_calls"]))}
         parts = _parts(message)
         if self._takes_parts or (self._places_images and any(isinstance(part, EncodedImage) for part in parts)):
             typed_parts = [
@@ -191,6 +193,16 @@ class ChatTemplate:
             **message,
             "content": "\n".join(part if isinstance(part, str) else self._placeholder for part in parts),
         }
+
+    def _to_template_call(self, call: Json) -> Json:
+        """Return the call with arguments as the template takes them: an object, or text."""
+        function = call["function"]
+        arguments = function["arguments"]
+        if self.takes_arguments_as_text:
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            arguments = _to_object(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
 
     def _renders(self, content: Any, *further: str) -> bool:
         """Check that a probe with this content appears in the prompt as text, and not as a dumped data structure."""
@@ -324,8 +336,8 @@ def _parts(message: Json) -> list[str | EncodedImage]:
 
 
 def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplate, no_vision: str) -> Json:
-    """Normalize a message for templates: content is a string, or texts and images; tool-call arguments are objects, or
-    text for a template that takes text."""
+    """Normalize a message for templates: content is a string, or texts and images. Arguments of tool calls are left as
+    they are until the size of the chat is checked: JSON takes far more memory than its text."""
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     role = message.get("role")
@@ -340,7 +352,7 @@ def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplat
     if role != "user":
         no_vision = no_vision or USER_IMAGES_ONLY
     plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"), fields, no_vision)}
-    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls"), template) if role == "assistant" else []
+    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     if calls:
         plain["tool_calls"] = calls
     plain |= _texts(where, message, ("name", "tool_call_id", "reasoning_content"))
@@ -455,25 +467,21 @@ def read_image_url(where: str, url: Any, detail: Any, fields: BodyFields) -> Enc
     return from_url(where, url)
 
 
-def _tool_calls(where: str, calls: Any, template: ChatTemplate) -> list[Json]:
+def _tool_calls(where: str, calls: Any) -> list[Json]:
     if calls is None:
         return []
     if not isinstance(calls, list):
         raise InvalidValue(f"{where} must be an array", param=where)
-    return [_tool_call(f"{where}[{index}]", call, template) for index, call in enumerate(calls)]
+    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
 
 
-def _tool_call(where: str, call: Any, template: ChatTemplate) -> Json:
+def _tool_call(where: str, call: Any) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidValue(f"{where}.function must be an object with a name", param=where)
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, (str, dict)):
         raise InvalidValue(f"{where}.function.arguments must be a string", param=where)
-    if template.takes_arguments_as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(arguments, str):
-        arguments = _to_object(arguments)
     known: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **known} if isinstance(call.get("id"), str) else known
 

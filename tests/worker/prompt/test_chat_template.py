@@ -206,6 +206,13 @@ def test_ids_of_calls_have_nine_characters_for_a_template_that_demands_them() ->
     assert plain == "long-id-here"
 
 
+def test_arguments_of_past_calls_count_as_text_and_are_not_parsed_before_the_size_of_the_chat_is_checked() -> None:
+    arguments = '{"a": [' + "[], " * 1000 + "1]}"
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = said(USER, {"role": "assistant", "tool_calls": [call]})
+    assert chat_template.read(BodyFields(body, CONVERSATION), template()).size > len(arguments)
+
+
 def test_invalid_arguments_of_past_calls_stay_strings() -> None:
     text = CALLS.replace("(SHOWN)", "{{ c.function.arguments }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 4'}}
