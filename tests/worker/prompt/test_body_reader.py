@@ -1,9 +1,12 @@
 """BodyFields: strict reading of a JSON body, with a report of unread fields."""
 
+import json
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from worker.errors import InvalidJson, InvalidValue, UnsupportedField
 from worker.prompt import body_reader
@@ -66,6 +69,50 @@ def test_json_has_at_most_200_levels() -> None:
     assert body_reader.parse(b'{"a": [' + b",".join([b"{}"] * 500) + b"]}")["a"], "many objects are not deep ones"
     with pytest.raises(InvalidJson, match="nested too deeply: at most 200 levels"):
         body_reader.parse(nested(201))
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (b"[]", body_reader.MAX_OBJECTS),
+        (b'{"a": "b"}', body_reader.MAX_OBJECTS),
+        (b"1", body_reader.MAX_VALUES),
+        (b'"b"', body_reader.MAX_VALUES),
+        (b'"b, [{"', body_reader.MAX_VALUES),
+    ],
+)
+def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(value: bytes, count: int) -> None:
+    body = b'{"a": [' + b",".join([value] * count)
+    with pytest.raises(InvalidValue, match="the request body has more than"):
+        body_reader.parse(body)
+    with pytest.raises(InvalidJson):  # the end is missing
+        body_reader.parse(body[: len(body) // 2])
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text('a",[{}]\\é'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('a",[{}]\\é'), inner),
+)
+
+
+def without_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(index): without_texts(member) for index, member in enumerate(value.values())}
+    if isinstance(value, list):
+        return [without_texts(member) for member in value]
+    return "" if isinstance(value, str) else value
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_marks_inside_of_texts_are_no_values(body: dict[str, Any]) -> None:
+    marks = body_reader._outside_strings(json.dumps(body).encode())
+    expected = "".join(mark for mark in json.dumps(without_texts(body)) if mark in ",[{")
+    assert marks.decode() == expected
+
+
+def test_a_text_may_have_many_brackets_and_commas() -> None:
+    text = '[{"a": 1}, ' * body_reader.MAX_OBJECTS
+    assert body_reader.parse(json.dumps({"a": text}).encode()) == {"a": text}
 
 
 def test_an_error_about_json_does_not_repeat_the_body() -> None:
