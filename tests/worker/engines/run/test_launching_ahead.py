@@ -319,8 +319,9 @@ class FakeMatcher:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def take(self, token: int, *, is_last: bool) -> None:
+    def take(self, token: int) -> bool:
         self.taken.append(token)
+        return True
 
     def after_each(self, tokens: Sequence[int]) -> Sequence[Any]:
         return ()

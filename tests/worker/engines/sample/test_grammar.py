@@ -31,6 +31,7 @@ from tests.worker.loaded import (
     generation,
     load,
     serving,
+    work_of,
 )
 from tests.worker.serving import options
 from tests.worker.stepped import journaled
@@ -424,7 +425,7 @@ def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar
         assert second.allowed([66]) == 0
         assert second.after_each([66]) == []
         second.take(66)
-        second.take(67, is_last=True)
+        second.take(67)
     for token in (66, 67):
         expected.take(token)
     first.lexer.slow.add(first)
@@ -458,9 +459,11 @@ def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken() 
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
     matcher = grammars.matcher(Grammar("regex", "ab"))
     matcher.is_slow = True
-    matcher.take(66)  # both are accepted tokens of one draft
-    matcher.take(67, is_last=True)
+    assert not matcher.take(66)  # both are accepted tokens of one draft
+    assert not matcher.take(67)
+    grammars.mask(matcher).future.result(DEADLINE)
     assert matcher.is_over
+    grammars.close()
 
 
 class SlowThread(WorkThread):
@@ -484,6 +487,49 @@ async def test_a_slow_grammar_ends_its_answer_as_a_usual_one(llama: Path) -> Non
             collected = await complete_one(engine, PROMPT, grammar=Grammar("regex", "[ab]{3}"), max_tokens=most)
             assert (collected.finish, len(collected.text), len(collected.tokens)) == ("stop", 3, 3)
             assert not collected.deltas[-1].hidden_tokens
+
+
+class LateSlowThread(LateThread):
+    """Computes a mask whenever the test says so, and all of them are slow."""
+
+    ran = 0
+
+    def submit(self, function: Any) -> Job[Any]:
+        def compute() -> Any:
+            found = function()
+            function.func.__self__.is_slow = True
+            self.ran += 1
+            return found
+
+        return super().submit(compute)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+@pytest.mark.parametrize(("most", "finish"), [(3, "stop"), (2, "length")])
+async def test_no_step_waits_until_a_slow_grammar_has_taken_the_last_token(
+    most: int, finish: str, is_preempted: bool, llama: Path
+) -> None:
+    free = generation(PROMPT[:3], max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    async with serving(load(llama, ctx_size=CTX, parallel=4)) as engine:
+        late, work = LateSlowThread(), work_of(engine)
+        engine._grammars._mask_threads = (late, late)
+        grammar = Grammar("regex", "[ab]{3}")
+        asked = asyncio.create_task(complete_one(engine, PROMPT, grammar=grammar, max_tokens=most))
+        while late.ran < most - 1:
+            late.run_one()
+            await asyncio.sleep(0)
+        neighbour = CollectedChoice()
+        async for delta in engine.generate(free):
+            neighbour.add(delta)
+            if is_preempted and len(neighbour.tokens) == 20:
+                engine._loop.post(lambda: work._scheduler.preempt(work._scheduler.places[0][1]))
+        assert len(neighbour.tokens) == 60
+        assert not asked.done(), "its last token is not taken"
+        while not asked.done():
+            late.run_one()
+            await asyncio.sleep(0)
+        collected = await asked
+        assert (collected.finish, len(collected.text), len(collected.tokens)) == (finish, most, most)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -586,7 +632,8 @@ def test_a_slow_grammar_takes_a_token_on_another_thread_and_not_under_the_interp
     seconds = []
     for matcher in (slow, usual):
         begin = time.thread_time()
-        matcher.take(token, is_last=True)
+        matcher.take(token)
+        matcher._take_all()
         seconds.append(time.thread_time() - begin)
     assert seconds[0] < seconds[1] / 4, "the CPU time of this thread"
     assert np.array_equal(slow.next_mask(grammars.mask_bytes), usual.next_mask(grammars.mask_bytes))

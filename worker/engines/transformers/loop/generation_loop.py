@@ -17,8 +17,9 @@ later. A prompt chunk, a new row or a preemption needs the scheduler's state aft
 A draft (speculative decoding) needs the tokens of step n, too.
 
 Late masks: a sequence whose grammar mask is not there when the tokens of a step are chosen gets no token in that step,
-and sits out of the following ones until it is. So a slow grammar delays only its own answer. Only if no other sequence
-can go on, the step waits, for ALONE_SECONDS at most.
+and sits out of the following ones until it is. So a slow grammar delays only its own answer. After the last token that
+the limit allows, the mask shows whether the text is complete. Only if no other sequence can go on, the step waits, for
+ALONE_SECONDS at most.
 """
 
 import time
@@ -231,14 +232,22 @@ class GenerationLoop:
             active.step_finished(())
 
     def _hold_late(self) -> None:
-        """Let sequences sit out of the next step whose grammar mask is late. End those whose mask takes too long."""
+        """Let sequences sit out of the next step whose grammar mask is late. End those whose mask takes too long, or
+        follows their last token."""
         for choice in self._active:
             if self._grammars is None or choice.matcher is None or choice.sequence not in self._active:
                 continue
+            is_over = False
             try:
                 choice.sequence.is_held = self._grammars.is_late(choice.matcher)
+                if choice.sequence.is_held:
+                    continue
+                is_over = choice.last is not None and choice.matcher.is_over
             except RequestError as error:
-                self._fail(choice.sequence, error)
+                if choice.last is None:
+                    self._fail(choice.sequence, error)
+            if choice.last is not None:
+                self._send(choice, choice.last, is_over, "length", time.monotonic())
 
     def _wait_for_masks(self) -> None:
         """Wait a short time until a sequence that sits out can go on."""
@@ -349,24 +358,25 @@ class GenerationLoop:
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
+        if choice.last is not None:
+            return  # it was preempted after its last token, and computed again
         if sampled is None or (choice.matcher is not None and choice.matcher.is_over):
             self._end_without_token(choice, now)
             return
         self._counts.decode_tokens += 1
         choice.first_token_at = choice.first_token_at or now
         finish = choice.sequence.append(sampled.token)
+        matcher, is_over = choice.matcher, False
         try:
-            is_over = self._match(choice, sampled.token, is_last=finish is not None)
+            if matcher is not None and sampled.token not in choice.sequence.ends:
+                if not matcher.take(sampled.token) and finish is not None and self._grammars is not None:
+                    self._grammars.mask(matcher)
+                    choice.last, choice.sequence.is_held = sampled, True
+                    return
+                is_over = matcher.is_over
             self._send(choice, sampled, is_over, finish, now)
         except RequestError as error:
             self._fail(choice.sequence, error)
-
-    def _match(self, choice: RequestChoice, token: int, *, is_last: bool) -> bool:
-        """True if the grammar's text is complete with `token`. Raises the errors of `GrammarMatcher.take`."""
-        if choice.matcher is None or token in choice.sequence.ends:
-            return False
-        choice.matcher.take(token, is_last=is_last)
-        return choice.matcher.is_over
 
     def _end_without_token(self, choice: RequestChoice, now: float) -> None:
         """End a choice for which no token could be chosen.

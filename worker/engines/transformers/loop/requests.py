@@ -69,6 +69,7 @@ class RequestChoice:
     penalty_counts: PenaltyCounts | None = None
     ngrams: RepeatedNgrams | None = None
     matcher: GrammarMatcher | None = None  # the state of its grammar
+    last: Sampled | None = None  # its last token, while a slow grammar takes it
     lookup: PromptLookup | None = None  # drafts by prompt lookup
     started_at: float = 0.0
     first_token_at: float = 0.0

@@ -115,9 +115,9 @@ class Lexer:
         self._other = other
 
     @contextmanager
-    def turn(self, most: float = 0.0) -> Iterator[bool]:
-        """Take the turn if it is free within `most` seconds. Yields whether it was."""
-        is_free = self.lock.acquire(timeout=most)
+    def turn(self) -> Iterator[bool]:
+        """Take the turn if it is free. Yields whether it was."""
+        is_free = self.lock.acquire(blocking=False)
         try:
             yield is_free
         finally:
@@ -182,19 +182,20 @@ class GrammarMatcher:
                 found.append(GrammarMatcher(later, self.field, self.lexer))
         return found
 
-    def take(self, token: int, *, is_last: bool = False) -> None:
+    def take(self, token: int) -> bool:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
         the token.
 
         This may take as long as the mask that allowed the token. So a slow grammar takes it with the next mask, and so
-        does any while another copy has its turn. `is_last`: no mask follows.
+        does any while another copy has its turn. False if it is left for the next mask.
         """
         self.mask = None
         self._untaken.append(token)
-        if is_last or not self.is_slow:
-            with self.lexer.turn(ALONE_SECONDS if is_last else 0.0) as is_free:
+        if not self.is_slow:
+            with self.lexer.turn() as is_free:
                 if is_free and not self._take_all():
                     raise self.error()
+        return not self._untaken
 
     def _take_all(self) -> bool:
         """Take the tokens that were left, in a turn. False if the grammar does not allow them."""
