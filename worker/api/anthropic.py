@@ -34,9 +34,9 @@ async def messages(body: Json, model: ServedModel) -> GenerationCall:
     for name in ("temperature", "top_p", "top_k", "stream", "sse_ping_interval"):
         chat_body[name] = fields.checked(name)
     chat_body["stop"] = _stops(fields)
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"msg_{uuid.uuid4().hex[:24]}"
     chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields))
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     return chat.call(AnthropicWriter(id, chat), ignored=ignored)
 
 
@@ -45,8 +45,8 @@ async def count_tokens(body: Json, model: ServedModel) -> JsonAnswer:
     fields = BodyFields(body, COUNT_TOKENS)
     chat_body = _read(fields, model)
     fields.skip(COUNT_TOKENS)
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     tokens, further = await chat_prompt_tokens(chat_body, model, names=_client_names(fields))
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     return JsonAnswer(body={"input_tokens": len(tokens)}, ignored=(*ignored, *further), prompt_tokens=len(tokens))
 
 

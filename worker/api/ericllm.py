@@ -28,8 +28,8 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
     prompt = fields.text("prompt")
     if prompt is None:
         raise InvalidValue("prompt must be a string; send inputs to POST /invocations", param="prompt")
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     parsed = await parse_text({**openai_body, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     return parsed.call(EricLlmWriter(prompt, parsed), ignored=ignored)
 
 

@@ -56,8 +56,8 @@ async def _generate(body: Json, model: ServedModel, *, streams: bool) -> Generat
     prompt, echo = fields.text("prompt"), fields.flag("echo")
     if prompt is None:
         raise InvalidValue("prompt must be a string", param="prompt")
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     parsed = await parse_text({**openai_body, "prompt": prompt}, model, id=f"fastchat-{uuid.uuid4().hex}")
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     begin = "" if echo is False else prompt
     reply = FastChatWriter(parsed, begin, model, has_logprobs=openai_body["logprobs"] is not None)
     return parsed.call(reply, ignored=ignored, stream=streams)

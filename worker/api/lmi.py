@@ -54,9 +54,9 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall | JsonAn
         raise InvalidValue("stream needs a single input: lines do not name their input", param="inputs")
     openai_body, options = _parameters(fields, model, stream=stream)
     openai_body |= {"model": name, "prompt": texts, "stream": stream, "adapters": fields.take("adapters")}
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     with client_field_names(_NAMES):
         parsed = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     reply = LmiWriter(texts, options, is_list=isinstance(inputs, list))
     return parsed.call(reply, ignored=ignored, ping_interval=None)
 

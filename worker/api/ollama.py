@@ -59,8 +59,8 @@ async def chat(body: Json, model: ServedModel, *, waited: float = 0.0) -> Genera
     chat_body["tools"] = fields.sequence("tools") or []
     if messages:
         chat_body |= _logprobs(fields)
-        ignored = fields.check_unknown(strict=model.options.strict_fields)
         parsed = await parse_chat(chat_body, model, id=f"chat-{uuid.uuid4().hex}", names=_NAMES)
+        ignored = fields.check_unknown(strict=model.options.strict_fields)
         return _call(parsed, num_ctx, keep_alive, ignored, is_chat=True, waited=waited)
     read_tools(fields)
     empty = {"message": {"role": "assistant", "content": ""}}
@@ -87,7 +87,6 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
         fields.mark_unused("system")  # a raw prompt has no system message
     if (raw or suffix) and fields.take("think") is not None:
         fields.mark_unused("think")
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"text-{uuid.uuid4().hex}"
     if images and (raw or suffix):
         why = "a raw prompt; send raw: false" if raw else "a prompt with a suffix; send one of them"
@@ -108,6 +107,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
         before = [{"role": "system", "content": system}] if system else []
         chat_body["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
         parsed = await parse_chat({**chat_body, **logprobs}, model, id=id, names=_NAMES, before=context)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     # a context continues a conversation; token ids cannot represent images
     has_context = not (raw or suffix or images)
     return _call(parsed, num_ctx, keep_alive, ignored, is_chat=False, waited=waited, has_context=has_context)

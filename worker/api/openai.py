@@ -237,11 +237,12 @@ async def chat_prompt_tokens(
                 "add_special_tokens is not supported for prompts with images; leave it out", param="add_special_tokens"
             )
         fields.skip(CHAT_TOKENS)
-        ignored = fields.check_unknown(strict=model.options.strict_fields)
         limit = model.count_limit("messages")
         prompt, tokens, _ = await _prompt_tokens(conversation, tooling, model, limit)
         if add_special:
             [tokens] = await model.encode([prompt], limit)
+        # After the length check: of a chat with many parts, this search takes most of the time.
+        ignored = fields.check_unknown(strict=model.options.strict_fields)
     return tokens, tuple(client_name(names, name) for name in ignored)
 
 

@@ -37,7 +37,6 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a response request. Raise RequestError."""
     fields = BodyFields(body, RESPONSES)
     chat_body, repeated_fields = _read(fields, model)
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
     names = _client_names(fields)
 
@@ -46,6 +45,7 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
 
     is_cut = repeated_fields["truncation"] == "auto"
     chat = await (_parse_cut(chat_body["messages"], parse) if is_cut else parse(chat_body["messages"]))
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     return chat.call(ResponsesWriter(id, chat, repeated_fields), ignored=ignored)
 
 
@@ -76,8 +76,8 @@ async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
     """Count the prompt tokens of this input. Raise RequestError."""
     fields = BodyFields(body, RESPONSES)
     chat_body, _ = _read(fields, model)
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
     tokens, further = await chat_prompt_tokens(chat_body, model, names=_client_names(fields))
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     answer = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return JsonAnswer(body=answer, ignored=(*ignored, *further), prompt_tokens=len(tokens))
 

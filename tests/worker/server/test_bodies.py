@@ -42,6 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": LONG, "truncate": False},
     "/generate": {"prompt": LONG},
     "/worker_generate": {"prompt": LONG},
+    "/invocations": {"inputs": LONG},
     "/count_token": {"prompt": LONG},
     "/v1/embeddings": {"input": LONG},
     "/v1/embeddings, an array": {"input": ["hi", LONG]},
@@ -80,6 +81,24 @@ async def test_a_prompt_that_cannot_fit_is_rejected_by_its_length(call: str) -> 
     assert found is not None, answer
     assert int(found[1]) > 70_000
     assert "maximum context length" in str(answer)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/completion", "/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/responses",
+     "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/generate", "/worker_generate",
+     "/invocations"],
+)  # fmt: skip
+async def test_the_length_of_a_prompt_is_checked_before_unknown_fields(path: str) -> None:
+    async with serving(strict_fields=True) as world:
+        status, _, answer = await world.post(path, {**CALLS[path], "wibble": 1})
+        assert status == 400
+        assert "maximum context length" in str(answer)
+        short = {name: "hi" if value is LONG else value for name, value in CALLS[path].items()}
+        status, _, answer = await world.post(
+            path, {**short, **(chat("hi") if "messages" in short else {}), "wibble": 1}
+        )
+        assert (status, "this field is unknown" in str(answer)) == (400, True), answer
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
