@@ -17,8 +17,9 @@ from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts
 from worker.prompt.response_parser import AnswerParser, AnswerPart
+from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects.anthropic import COUNT_TOKENS, MESSAGES, OUTPUT, THINKING, TOOL_CHOICE
-from worker.protocol.dialects.generation_fields import MAX_STOPS, REASONING_BUDGETS
+from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
 _MAX_TOKENS = 4096  # default of this server; Anthropic's clients always send max_tokens
 # Error details that make Anthropic's clients continue without threads, which they request by default.
@@ -290,10 +291,8 @@ def _translate_output(fields: BodyFields) -> Json:
 
 
 def _stops(fields: BodyFields) -> list[str] | None:
-    stops = fields.sequence("stop_sequences")
-    if stops and (len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops)):
-        raise InvalidValue(f"stop_sequences must be up to {MAX_STOPS} non-empty strings", param="stop_sequences")
-    return stops
+    fields.sequence("stop_sequences")  # unlike in other APIs, not a single string
+    return read_stop(fields, "stop_sequences")
 
 
 class AnthropicWriter(ReplyWriter):

@@ -35,6 +35,7 @@ from worker.protocol.dialects.ollama import (
 from worker.protocol.streams import timestamp
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_DURATION = 100  # characters
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ns|us|µs|ms|s|m|h)")
 _IMPOSSIBLE_LOGPROB = -9999.0  # logprob of an impossible token, for clients that need a number
 _THINKING_LEVELS = ("low", "medium", "high", "max")
@@ -254,6 +255,8 @@ def _keep_alive(fields: BodyFields) -> float | None:
 
 def _seconds(text: str) -> float | None:
     """Parse seconds, or a duration in Go's notation such as `1h30m`."""
+    if len(text) > _LONGEST_DURATION:
+        return None
     sign, digits = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", digits):
         return sign * float(digits)

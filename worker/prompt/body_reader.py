@@ -159,7 +159,11 @@ class BodyFields:
         return self._typed(name, "boolean", bool, "true or false")
 
     def text(self, name: str) -> str | None:
-        return self._typed(name, "string", str, "a string")
+        """Read a string of at most the characters in the table."""
+        value, most = self._typed(name, "string", str, "a string"), self._table[name].get("maxLength")
+        if value is not None and most is not None and len(value) > most:
+            raise self._invalid(name, f"a string of at most {most} characters")
+        return value
 
     def mapping(self, name: str) -> Json | None:
         return self._typed(name, "object", dict, "an object")

@@ -17,6 +17,7 @@ from worker.protocol.dialects.generation_fields import (
     GRAMMAR,
     MAX_BIAS_LENGTH,
     MAX_BIASES,
+    MAX_STOP_LENGTH,
     MAX_STOPS,
     REASONING_BUDGETS,
     SAMPLER_ALIASES,
@@ -182,10 +183,14 @@ def read_stop(fields: BodyFields, *names: str) -> list[str] | None:
         if (
             not isinstance(stops, list)
             or len(stops) > MAX_STOPS
-            or not all(isinstance(stop, str) and stop for stop in stops)
+            or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops)
         ):
             where = fields.path + name
-            raise InvalidValue(f"{where} must be a string or up to {MAX_STOPS} non-empty strings", param=where)
+            raise InvalidValue(
+                f"{where} must be a string or up to {MAX_STOPS} non-empty strings, of at most {MAX_STOP_LENGTH}"
+                " characters each",
+                param=where,
+            )
     return lists[0] if lists else None
 
 
@@ -282,6 +287,8 @@ def _read_samplers(fields: BodyFields) -> list[str]:
     given = fields.take("samplers")
     if given is None:
         return []
+    if isinstance(given, str | list):
+        given = given[: len(SAMPLER_LETTERS) + 1]  # more than all would contain one of them twice
     listed = [SAMPLER_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
     is_list = isinstance(listed, list) and all(isinstance(item, str) for item in listed)
     named = [SAMPLER_ALIASES.get(item, item) for item in listed] if is_list else []

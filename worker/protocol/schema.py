@@ -45,8 +45,9 @@ def flag(about: str = "") -> Schema:
     return or_null({"type": "boolean", **_given(description=about)})
 
 
-def text(about: str = "") -> Schema:
-    return or_null({"type": "string", **_given(description=about)})
+def text(about: str = "", *, most: int | None = None) -> Schema:
+    """A string of at most `most` characters; None: no bound."""
+    return or_null({"type": "string", **_given(maxLength=most, description=about)})
 
 
 def choice(values: Collection[str], about: str = "") -> Schema:

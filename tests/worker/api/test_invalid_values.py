@@ -17,7 +17,7 @@ from worker.protocol.schema import Body
 
 VALUES: tuple[Any, ...] = (
     True, 0, -3, 10**30, 1.5, "", "\N{SNOWMAN}", [], [True], [-1], [1.5], [{}], [[]], [[True]], ["a", None], [5, True],
-    [[5], {}], [[5, ["a"]]], {}, {"odd": True},
+    [[5], {}], [[5, ["a"]]], {}, {"odd": True}, "x" * 5000, ["x" * 5000],
 )  # fmt: skip
 # fields that a call needs: by its name, or else the first of these that is in its table
 NEEDED: dict[str, dict[str, Any]] = {

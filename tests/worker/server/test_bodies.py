@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import re
+import tracemalloc
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from tests import tiny
 from tests.worker.chatting import model
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import chat, serving, tokenizer
-from worker.errors import InvalidValue
+from worker.api import ollama, openai
+from worker.engines.transformers.load import lora
+from worker.errors import InvalidValue, RequestError
 from worker.prompt.text_limits import TextLimit
 from worker.server.bodies import LARGE, LargeBodies
 
@@ -128,6 +132,30 @@ async def test_all_texts_of_a_request_have_a_bound_together() -> None:
     limit = TextLimit(4096, "input")
     with pytest.raises(InvalidValue, match="input has more than 1048576 tokens in all; send its texts in several"):
         await made.encode(["a b c d " * 500] * 1000, limit)
+
+
+LONG_VALUES: dict[str, Callable[[], Awaitable[Any]]] = {
+    "samplers": lambda: openai.completions({"prompt": "a", "samplers": "p" * 10**6}, model()),
+    "keep_alive": lambda: ollama.generate({"prompt": "a", "keep_alive": "1s" * 10**6}, model()),
+    "adapters": lambda: loaded_adapter("x" * 10**6),
+}
+
+
+async def loaded_adapter(name: str) -> None:
+    raise InvalidValue(lora._unknown(name, ["french"]))
+
+
+@pytest.mark.parametrize("name", LONG_VALUES)
+async def test_a_long_value_that_is_rejected_takes_no_memory(name: str) -> None:
+    model()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            await LONG_VALUES[name]()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 # Bodies

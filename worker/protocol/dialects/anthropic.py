@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from worker.protocol import schema as s
-from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, NO_EFFECT, NON_EMPTY_TEXT, tuning
+from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, NO_EFFECT, STOP_TEXT, tuning
 from worker.protocol.dialects.openai import BASE64, CONVERSATION, MODEL, PING_INTERVAL, VISION_ONLY, skip_all_but
 from worker.protocol.schema import Body, ResponseSchema, Schema
 
@@ -78,7 +78,7 @@ MESSAGES: Body = {
     **PROMPT,
     "max_tokens": s.integer(1),
     **tuning("temperature", "top_p", "top_k"),
-    "stop_sequences": s.array(NON_EMPTY_TEXT, most=MAX_STOPS),
+    "stop_sequences": s.array(STOP_TEXT, most=MAX_STOPS),
     "stream": s.flag(),
     "sse_ping_interval": PING_INTERVAL,
 }

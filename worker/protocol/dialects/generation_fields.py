@@ -5,6 +5,9 @@ from worker.protocol.schema import Body, Schema
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 4096  # characters; text that may be the beginning of a stop string is compared after each token
+# Characters of names that answers repeat, in each frame, or that are kept until the answer ends.
+MAX_NAME_LENGTH = 1024
 MAX_BIASES = 1024
 MAX_TOOLS = 512
 # Prompts, inputs or documents of one request; OpenAI's limit.
@@ -100,9 +103,10 @@ NEUTRAL: Body = {
 # Sampling
 
 NON_EMPTY_TEXT: Schema = {"type": "string", "minLength": 1}
+STOP_TEXT: Schema = {**NON_EMPTY_TEXT, "maxLength": MAX_STOP_LENGTH}
 STOP: Schema = s.any_of(
-    NON_EMPTY_TEXT,
-    s.array(NON_EMPTY_TEXT, most=MAX_STOPS),
+    STOP_TEXT,
+    s.array(STOP_TEXT, most=MAX_STOPS),
     about="Strings at which the text ends; none of them is part of it.",
 )
 _BIAS: Schema = s.any_of({"type": "number", "minimum": -100, "maximum": 100}, s.const(False))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from worker.protocol import schema as s
 from worker.protocol.dialects import openai
-from worker.protocol.dialects.generation_fields import ROLES, SAMPLING, STOP
+from worker.protocol.dialects.generation_fields import MAX_NAME_LENGTH, ROLES, SAMPLING, STOP
 from worker.protocol.schema import Body, ResponseSchema, Schema
 
 _DURATION = r"^-?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
@@ -34,7 +34,7 @@ OPTIONS: Body = {
     ),
     **s.members({"description": "Reported as ignored."}, *IGNORED_OPTIONS),
 }
-_NAMES: Body = {"model": openai.MODEL, "name": s.text("Name of the model in older clients.")}
+_NAMES: Body = {"model": openai.MODEL, "name": s.text("Name of the model in older clients.", most=MAX_NAME_LENGTH)}
 GENERATION: Body = {
     **_NAMES,
     "options": s.record(OPTIONS),

@@ -8,6 +8,7 @@ from worker.protocol.dialects.generation_fields import (
     GRAMMAR,
     MAX_CHOICES,
     MAX_INT32,
+    MAX_NAME_LENGTH,
     MAX_TEXTS,
     MAX_TOOLS,
     NO_EFFECT,
@@ -29,7 +30,9 @@ PING_INTERVAL = s.any_of(
     s.const(-1),
     about="Seconds of silence in a stream before a comment; -1 is never.",
 )
-MODEL: Schema = s.text("Id or alias; required if several models are configured and none is the default.")
+MODEL: Schema = s.text(
+    "Id or alias; required if several models are configured and none is the default.", most=MAX_NAME_LENGTH
+)
 _FROM_ONE: Schema = {**s.COUNT, "minimum": 1}
 MAX_TOKENS = s.any_of(s.or_null(_FROM_ONE), s.const(-1), about="New tokens at most; -1 is all that fits.")
 MAX_TOKENS_OR_ZERO: Schema = s.integer(-1, None, "New tokens at most; -1 is all that fits.")
@@ -85,7 +88,7 @@ COMMON: Body = {
         about="Truncate a longer prompt to this many tokens, the last ones by default; -1 is all that fit.",
     ),
     "truncation_side": s.choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
-    "cache_salt": s.text("The prefix cache is shared only with requests of the same salt."),
+    "cache_salt": s.text("The prefix cache is shared only with requests of the same salt.", most=MAX_NAME_LENGTH),
     "return_progress": s.flag("Chunks contain the progress of the prompt."),
     "timings_per_token": s.flag("Every chunk contains timings."),
     "sse_ping_interval": PING_INTERVAL,

@@ -413,9 +413,10 @@ class LoraAdapters:
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    name = name[:100]  # chosen by a client, and compared for each character
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
-    return f"adapter '{name[:100]}' not found{hint}"
+    return f"adapter '{name}' not found{hint}"
 
 
 def linear_layers(model: Any) -> Mapping[str, tuple[nn.Module, int, int]]:
