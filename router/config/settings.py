@@ -48,6 +48,7 @@ _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 # An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
+_IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]")  # an IPv6 address, and no JSON list
 _KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 
 
@@ -96,6 +97,17 @@ def lmi_model(text: str) -> tuple[tuple[str, ...], str]:
     name, version = [*(found[1] or found[2]).split(":"), ""][:2]
     names = (name, f"{name}:{version}") if version else (name,)
     return names if name else (), _FILE_URL.sub("", found[3])
+
+
+@dataclass(frozen=True)
+class _Hosts(Names):
+    """Names of hosts. An IPv6 address may be in brackets, as in a URL."""
+
+    pattern: str = r"\*|(?:\*\.)?[A-Za-z0-9.-]+|[0-9A-Fa-f:.]+"
+    complaint: str = "is no host name"
+
+    def read(self, text: str) -> tuple[str, ...]:
+        return super().read(_IN_BRACKETS.sub(r"\1", text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +232,7 @@ class Settings:
     metrics_public: bool = option(False, Flag(), ACCESS, "allow GET /metrics without a key")
     registration_dirs: tuple[str, ...] = option((), Names(r"/.*", "is no absolute path"), ACCESS,
             "folders inside which calls of LMI's API may register models and adapters", unset="none")
-    allowed_hosts: tuple[str, ...] = option((),
-            Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"), ACCESS,
-            "allowed names in Host headers; *: any", unset="none")
+    allowed_hosts: tuple[str, ...] = option((), _Hosts(), ACCESS, "allowed names in Host headers; *: any", unset="none")
 
     queue_size: int = option(4000, Integer(1), QUEUE, "most waiting requests of all models")
     queue_timeout: float = option(300.0, Seconds(low=0.1), QUEUE, "longest wait for memory")

@@ -55,7 +55,9 @@ def test_without_flags_the_defaults_apply() -> None:
         ("max-body-size", "8", 8 * MIB),
         ("log-level", "WARN", "warning"),
         ("cors-origins", "localhost,https://a.example", ("localhost", "https://a.example")),
-        ("allowed-hosts", "*.a.example,[::1],b", ("*.a.example", "[::1]", "b")),
+        ("allowed-hosts", "*.a.example,[::1],b", ("*.a.example", "::1", "b")),
+        ("allowed-hosts", "[::1],[fe80::2]", ("::1", "fe80::2")),
+        ("allowed-hosts", '["[::1]", "a.example"]', ("::1", "a.example")),
     ],
 )
 def test_an_option_sets_its_field(flag: str, text: str, value: Any) -> None:
@@ -143,7 +145,7 @@ def test_a_public_address_is_allowed_with_any_kind_of_key_or_explicitly_without(
 
 
 def test_names_of_this_machine_are_allowed_hosts_without_a_key() -> None:
-    names = ("localhost", "ui.localhost", "127.0.0.2", "[::1]")
+    names = ("localhost", "ui.localhost", "127.0.0.2", "::1")
     assert parsed({"allowed-hosts": ",".join(names)}).allowed_hosts == names
 
 
