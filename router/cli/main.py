@@ -203,10 +203,18 @@ def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Run(click.Command):
-    """Chat. Click alone would read -hf as -h and print the help."""
+    """Chat. Click alone would read -hf and -hft as -h and print the help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["--hf-repo" if word in ("-hf", "-hfr") else word for word in args])
+        return super().parse_args(ctx, [_long(word) for word in args])
+
+
+def _long(word: str) -> str:
+    """A word of the command line, with the long name if it is an option such as -hf or -hft."""
+    name, equals, value = word.removeprefix("-").partition("=")
+    if not word.startswith("-hf"):
+        return word
+    return f"--{settings.SPELLINGS[name].flag if name in settings.SPELLINGS else name}{equals}{value}"
 
 
 @cli.command(

@@ -90,6 +90,15 @@ def test_an_error_of_a_proxy_is_named_by_its_status(
     assert capsys.readouterr().err.endswith("router answered 502\n")
 
 
-def test_a_repository_is_named_as_for_llama_cli(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-hf", "/no/repository"]) == 1
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-hf", "/no/repository"],
+        ["-hfr=/no/repository"],
+        ["-hft", "hf_1", "-hf", "/no/repository"],
+        ["-hfd", "org/draft", "-hf", "/no/repository"],
+    ],
+)
+def test_a_repository_is_named_as_for_llama_cli(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 1
     assert '--hf-repo: [repository] "/no/repository" is not org/name' in capfd.readouterr().err
