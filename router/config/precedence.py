@@ -238,7 +238,7 @@ class SettingReader:
         first = next((each for each in BY_VARIABLE[name].variables if self._environ.get(each)), name)
         if name.startswith(NEGATIVE):
             self._check_negative(name)
-        if variable_text(name, self._environ) not in ("", variable_text(first, self._environ)):
+        if self._environ[name] and variable_text(name, self._environ) != variable_text(first, self._environ):
             self._warn(Problem(name, 0, "", name, ""), f"has no effect beside {first}; remove one of the two")
 
     def flags(self, flags: Mapping[str, str], *, named: int = 0) -> Layer:

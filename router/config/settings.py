@@ -45,6 +45,7 @@ UNAVAILABLE: Mapping[str, str] = {
 _POSITIVE, NEGATIVE = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
+_LOAD_MODELS = "SERVING_LOAD_MODELS"
 # An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
@@ -155,7 +156,7 @@ class Settings:
     model: tuple[str, ...] = option((), _Models(hint="MODEL"), MODELS,
             "folder or org/name of a model to load at start; repeatable; `router MODEL ...` does the same",
             unset="none", also=("-m", "--models", "--model-path", "--model-id"),
-            env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "OPTION_MODEL", "SERVING_LOAD_MODELS"))
+            env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "OPTION_MODEL", _LOAD_MODELS))
     hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
             env=("LLAMA_ARG_HF_REPO",))
@@ -333,13 +334,16 @@ def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]
     """The text of an option and its origin; both empty if it is not set. An empty variable counts as not set."""
     if option.flag in given:
         return given[option.flag], f"--{option.flag}"
-    variable = next((name for name in option.variables if environ.get(name)), "")
-    return variable_text(variable, environ), variable
+    texts = ((variable_text(name, environ), name) for name in option.variables)
+    return next((found for found in texts if found[0]), ("", ""))
 
 
 def variable_text(name: str, environ: Mapping[str, str]) -> str:
-    """The text that a variable gives its option: `off` for a negative one with any value; empty if it is not set."""
+    """The text that a variable gives its option, empty if it is not set: `off` for a negative one with any value, and
+    LMI's list of models, which blanks may separate, with commas. NONE there loads no model."""
     text = environ.get(name, "")
+    if name == _LOAD_MODELS:
+        return "" if text.strip().upper() == "NONE" else ",".join(re.split("[, ]+", text.strip()))
     return "off" if text and name.startswith(NEGATIVE) else text
 
 

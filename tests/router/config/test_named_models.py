@@ -162,6 +162,12 @@ def test_model_names_are_given_once_per_model_in_their_order() -> None:
         ({"SERVING_LOAD_MODELS": "test=/home/me/llama"}, {"test": "/home/me/llama"}, ""),
         ({"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"}, {"a": "org/one", "b": "org/two"}, ""),
         (
+            {"SERVING_LOAD_MODELS": " [a]=org/one [b]=org/two, org/three"},
+            {"a": "org/one", "b": "org/two", "org/three": "org/three"},
+            "",
+        ),
+        ({"SERVING_LOAD_MODELS": "NONE", "HF_MODEL_ID": "org/one"}, {"org/one": "org/one"}, "SERVING_LOAD_MODELS"),
+        (
             {"HF_MODEL_ID": "org/two", "SERVING_LOAD_MODELS": "test::Python=/home/me/llama"},
             {"org/two": "org/two"},
             "SERVING_LOAD_MODELS",
@@ -176,6 +182,11 @@ def test_variables_of_lmi_name_models_that_are_loaded_at_start(
     assert [warning.key for warning in loaded.warnings] == ([without_effect] if without_effect else [])
     assert {id: preset.repo or preset.path for id, preset in loaded.presets.items()} == expected
     assert all(preset.load_on_startup for preset in loaded.presets.values())
+
+
+def test_none_as_lmis_load_models_names_no_model() -> None:
+    loaded = start({}, environ={"SERVING_LOAD_MODELS": "none"})
+    assert (loaded.problems, loaded.warnings, loaded.named) == ((), (), ())
 
 
 def test_a_model_of_lmis_load_models_has_the_name_and_the_version_that_are_given_there() -> None:
