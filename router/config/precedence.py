@@ -21,7 +21,6 @@ from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _MTP = "draft-mtp"  # of spec-type: llama-server drafts with layers of the checkpoint itself
-_DRAFT_MODEL = "draft-simple"  # of spec-type: the model of model-draft, which drafts here wherever it is named
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 
 
@@ -53,6 +52,7 @@ class Setting:
     level: int  # of precedence: ENVIRONMENT to COMMAND_LINE; the higher one wins
     place: Problem  # file, line, section and key; without a message
     name: str  # the spelling, as in the tables of `preset_keys`
+    text: str = ""  # the value as it was written, in lower case
 
     @property
     def origin(self) -> str:
@@ -131,7 +131,6 @@ class SettingReader:
         self._environ, self.strict = environ, strict
         self._lmi_folders: dict[str, str] = {}  # by serving.properties that was read
         self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
-        self.for_draft_models: set[Problem] = set()  # places of a spec-type that needs a model-draft
 
     def section(self, section: ini.Section, level: int) -> Layer:
         """The settings of `[*]` or `[id]`."""
@@ -380,7 +379,7 @@ class SettingReader:
         if before is not None and _completes(layer, spelling) and before.value != value:
             self._fault(place, key.name, f"{before.name} is {before.value}, and both must agree; write one"
                         f" {key.name}")  # fmt: skip
-        layer[spelling.canonical] = Setting(value, level, place, spelling.name)
+        layer[spelling.canonical] = Setting(value, level, place, spelling.name, text.strip().lower())
 
     def _read(self, key: PresetKey, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
         if not sendable(text):
@@ -390,10 +389,7 @@ class SettingReader:
         if (quoted and isinstance(key.kind, Strings)) or (spelling.name in WHOLE_STRINGS and not text.startswith("[")):
             return (text,) if text else ()
         value = key.kind(text)
-        words = re.split(r"[\s,]+", text.lower()) if key.name == "spec-type" else []
-        if _DRAFT_MODEL in words and value == "none":
-            self.for_draft_models.add(place)
-        if _MTP in words:
+        if key.name == "spec-type" and _MTP in text.lower():
             message = f"{_MTP} drafts nothing here, and answers are the same: write model-draft, or ngram-simple"
             self.have_no_effect(_MTP, place, f"{place.key}: {message}" if place.line else message)
         if key.name == "model-draft" and value:

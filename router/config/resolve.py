@@ -30,6 +30,7 @@ _NEUTRAL_ROPE: Mapping[str, tuple[float | str, ...]] = {
     "rope-scaling": ("",), "rope-scale": (1,), "rope-freq-scale": (0, 1), "alpha-value": (1,),
     "yarn-attn-factor": (0, -1, 1), "yarn-beta-slow": (0, -1, 1), "yarn-beta-fast": (0, -1, 32),
 }  # fmt: skip
+_DRAFT_MODEL = "draft-simple"  # of spec-type: the model of model-draft, which drafts here wherever it is named
 _NO_DRAFTS = "nothing drafts tokens; write model-draft, or spec-type = ngram-simple"
 _NO_ADAPTERS = "adapters are not enabled; write lora, or enable-lora = on"
 # Keys of a feature: when a preset uses it, and otherwise the reason for which the key has no effect.
@@ -222,6 +223,7 @@ class _Resolution:
         fields |= self._fields(settings)
         fields["rope"] = self._rope(settings, fields["rope"])
         fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].level != OWN
+        self._drop_draft(settings, fields)
         self._place(settings, fields)
         self._drop_unused_on_cpu(settings, fields)
         self._choose_by_device(settings, fields)
@@ -248,7 +250,8 @@ class _Resolution:
                 self._used_parts.add(setting.place)
             elif setting is not None and setting.value:  # 0 is none, as without the feature
                 self._unused_parts[setting.place] = (name, why)
-        if (setting := settings.get("spec-type")) and setting.place in self._reader.for_draft_models:
+        setting = settings.get("spec-type")
+        if setting is not None and setting.value == "none" and _DRAFT_MODEL in setting.text:
             if preset.model_draft:
                 self._used_parts.add(setting.place)
             else:
@@ -298,6 +301,14 @@ class _Resolution:
             found["rope-scaling"] = "yarn" if extrapolation else "linear"
             settings["rope-scaling"] = settings["yarn-ext-factor"]
         return found
+
+    def _drop_draft(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Remove the draft model of a model with spec-type = none."""
+        kind, draft = settings.get("spec-type"), settings.get("model-draft")
+        if kind is None or draft is None or kind.text != "none" or kind.level < draft.level or not draft.value:
+            return
+        fields["model_draft"] = ""
+        self._warn(draft.place, "model-draft has no effect beside spec-type = none; remove one of the two")
 
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply main-gpu and n-gpu-layers, and reject contradictions between the keys of placement."""

@@ -474,6 +474,16 @@ def test_flags_may_be_negated() -> None:
     assert (preset.pin, preset.autoload) == (False, False)
 
 
+def test_no_model_drafts_with_spec_type_none_that_is_stated_as_strongly_as_the_model() -> None:
+    body = "[m]\nmodel = demo:a\nmodel-draft = org/small\n"
+    assert read(f"{body}spec-type = draft-mtp").presets["m"].drafts_by_model
+    assert read(f"[*]\nspec-type = none\n{body}").presets["m"].drafts_by_model, "[*] is for the other models"
+    for loaded in (read(f"{body}spec-type = none"), read(body, flags={"spec-type": "None"})):
+        assert not loaded.presets["m"].speculates
+        (warning,) = loaded.warnings
+        assert (warning.key, "beside spec-type = none" in warning.message) == ("model-draft", True)
+
+
 def test_gpu_layers_and_device_follow_precedence() -> None:
     assert one("device = cuda:1", flags={"ngl": "0"}).device == ("cpu",)
     text = "[*]\nngl = 0\n[m]\nmodel = demo:a\ndevice = {}"
