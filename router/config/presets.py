@@ -448,6 +448,7 @@ class Preset:
     gpu_layers: int = ALL_LAYERS
     # ctx-size is that of all models ([*], a flag or a variable), so each gets its own maximum at most.
     caps_ctx: bool = field(default=False, compare=False)
+    expects_accelerator: bool = field(default=False, compare=False)  # device = cuda, which is auto here
     strict_fields: bool = False
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False
@@ -571,6 +572,7 @@ _LIVE_FIELDS = {key.field for key in KEYS if key.live} | {
     "origins",
     "adapters",
     "caps_ctx",
+    "expects_accelerator",
 }
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 DEFAULTS = {

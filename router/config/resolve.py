@@ -223,6 +223,8 @@ class _Resolution:
         fields |= self._fields(settings)
         fields["rope"] = self._rope(settings, fields["rope"])
         fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].level != OWN
+        device = settings.get("device")
+        fields["expects_accelerator"] = device is not None and device.text in ("cuda", "gpu")
         self._drop_draft(settings, fields)
         self._place(settings, fields)
         self._drop_unused_on_cpu(settings, fields)

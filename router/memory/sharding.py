@@ -408,6 +408,8 @@ def unused_placement(preset: Preset, readings: Sequence[Reading], devices: Colle
         elif name and by_name[name].index != HOST and by_name[name] not in devices:
             yield f"required-memory names {name}, which the key `device` excludes"
     if on_host:
+        if preset.expects_accelerator and not preset.device:
+            yield "device = cuda, and there is no accelerator here, so the CPU computes"
         keys = {
             "gpu-split": bool(preset.gpu_split),
             f"split-mode = {preset.split_mode}": preset.split_mode != "auto",

@@ -358,7 +358,8 @@ def test_check_reports_keys_of_placement_that_this_machine_does_not_honour(
         tmp_path,
         "[a]\nmodel = demo:a\nrequired-memory = cuda:7=100\ngpu-split = 8\n[b]\nmodel = demo:b\ndevice = cuda:7\n"
         "[c]\nmodel = demo:c\ntensor-split = 3,1\n[d]\nmodel = demo:c\npipeline-parallel = 2\n"
-        "[e]\nmodel = demo:c\ntensor-parallel = 2\n",  # two processes
+        "[e]\nmodel = demo:c\ntensor-parallel = 2\n"  # two processes
+        "[f]\nmodel = demo:c\ndevice = cuda\n[g]\nmodel = demo:c\ndevice = cuda\nn-gpu-layers = 0\n",
     )
     expected = [
         "a: required-memory names cuda:7, and there is no such device here, only cpu",
@@ -366,10 +367,11 @@ def test_check_reports_keys_of_placement_that_this_machine_does_not_honour(
         "b: there is no device cuda:7 here, only cpu; change `device`",
         "c: tensor-split is for 2 accelerators, and there is none that it may use; change it",
         "d: pipeline-parallel is for 2 accelerators, and there is none that it may use; change it",
+        "f: device = cuda, and there is no accelerator here, so the CPU computes",
     ]
     code, out, _ = run(capsys, "check", path)
     assert (code, out.splitlines()) == (
-        0, [*(f"warning: {each}" for each in expected), "5 models, no fault: a b c d e"]
+        0, [*(f"warning: {each}" for each in expected), "7 models, no fault: a b c d e f g"]
     )  # fmt: skip
     assert json.loads(run(capsys, "check", "--json", path)[1])["placement_warnings"] == expected
 

@@ -163,6 +163,8 @@ def test_required_memory_means_one_device() -> None:
         ({"required_memory": {"cuda:1": GIB}}, GPU[:1], ["required-memory names cuda:1, which the key `device` exclu"]),
         ({"required_memory": {"cuda:1": GIB, "cpu": GIB, "": GIB, "GPU-1": GIB}}, GPU[:2], []),
         ({"gpu_split": (GIB, GIB)}, [CPU], ["gpu-split has no effect on the CPU"]),
+        ({"expects_accelerator": True}, [CPU], ["device = cuda, and there is no accelerator here"]),
+        ({"expects_accelerator": True}, GPU[:1], []),
         ({"split_mode": "layer"}, [CPU], ["split-mode = layer has no effect on the CPU"]),
         ({"gpu_split": (GIB, GIB, GIB)}, GPU[:2], ["gpu-split has 3 values, and there are 2 accelerators"]),
         ({"gpu_split": (GIB,), "split_mode": "layer"}, GPU[:2], []),
