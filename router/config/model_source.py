@@ -113,6 +113,7 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         remedy = IN_OLD_LAYOUT if OLD_LAYOUT in reader.disk.folders(path) else remedy
         fail(place, f"{path} {what}; {remedy}")
         return None
+    text = text.rstrip("/")  # LMI's documents have a repository with a slash at its end
     if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
         where = f" ({path})" if path != text else ""
         # A name on the command line may be that of a section.

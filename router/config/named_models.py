@@ -37,6 +37,7 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
             if names[1:] and names[0] in used:
                 names = names[1:]  # the name alone is that of the model without a version, else of the first
             used.update(names)
+            source = source.rstrip("/") or source  # DIR/ is DIR, and org/name/ of LMI's documents is org/name
             named.append(NamedModel(key, source, settings.origins.get(key, f"--{key}"), names))
     if settings.model_names:
         pairs = zip(named, settings.model_names, strict=True)

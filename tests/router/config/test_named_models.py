@@ -155,6 +155,7 @@ def test_model_names_are_given_once_per_model_in_their_order() -> None:
     ("environ", "expected", "without_effect"),
     [
         ({"HF_MODEL_ID": "org/model"}, {"org/model": "org/model"}, ""),
+        ({"HF_MODEL_ID": "org/model/"}, {"org/model": "org/model"}, ""),
         ({"OPTION_MODEL_ID": "/home/me/llama"}, {"llama": "/home/me/llama"}, ""),
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/two"}, {"org/one": "org/one"}, "HF_MODEL_ID"),
         ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/one"}, {"org/one": "org/one"}, ""),
