@@ -14,6 +14,7 @@ from router.errors import BadRequest, ModelNotFound, WorkerCrashed
 from router.launch.worker_client import WorkerClientError
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel, errors_with_name
+from worker.protocol.dialects.generation_fields import MAX_INT32
 from worker.protocol.routes import TOKEN_HEADER
 
 MAX_PROMPTS = 256  # of one token check; a guess
@@ -88,8 +89,8 @@ async def _check(registry: Registry, key: ApiKey, item: dict[str, Any], where: s
     more = 0 if more is None else more
     if not isinstance(prompt, str):
         raise BadRequest(f"{where}.prompt must be a string", param=f"{where}.prompt")
-    if type(more) is not int or more < 0:
-        raise BadRequest(f"{where}.max_tokens must be an integer of at least 0", param=f"{where}.max_tokens")
+    if type(more) is not int or not 0 <= more <= MAX_INT32:
+        raise BadRequest(f"{where}.max_tokens must be an integer from 0 to {MAX_INT32}", param=f"{where}.max_tokens")
     id = _choose(registry, key, item.get("model"))
     count = await _count(registry, id, prompt)
     context = await _context(registry, id)

@@ -178,6 +178,7 @@ async def test_whether_prompts_fit_is_what_their_own_worker_counts(tmp_path: Pat
             {"prompts": [5]},
             {"prompts": [{"prompt": 5}]},
             {"prompts": [{"prompt": "x", "max_tokens": -1}]},
+            {"prompts": [{"prompt": "x", "max_tokens": 1 << 31}]},
         ):
             told = await asking.post("/api/v1/token_check", json=wrong)
             assert told.status_code == 400, wrong
