@@ -5,15 +5,20 @@ Tiny models are in place of theirs, on a hub and in folders. Requests are those 
 
 import asyncio
 import fnmatch
+import os
 import re
 import shlex
+import shutil
+from asyncio import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from router.cli.main import main
 from tests.processes.hubs import Hub
-from tests.processes.routers import ROOT, router
+from tests.processes.routers import DEADLINE, ROOT, Router, router
 from tests.tiny import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -55,25 +60,70 @@ async def test_fastchats_lazy_workers_take_turns(hub: Hub, tmp_path: Path) -> No
             assert list(await up.workers()) == [f"lmsys/{name}"]
 
 
-async def test_ericllms_workers_share_its_requests(tmp_path: Path) -> None:
+# EricLLM's README has no client but this line of curl, three times with `&` between them. The apostrophe of the third
+# prompt ends its quotes, and its last double quote opens others.
+CURL = """curl http://192.168.0.155:8000/generate -H "Content-Type: application/json" -d '{{ "prompt": "{prompt}", \
+"max_tokens": 128, "temperature": 0.7 }}'"""
+PROMPTS = (
+    "This block of code tests multi-threaded performance",
+    "This is is a second prompt that will hopefully",
+    "Here's a 3rd thing that needs to be",
+)
+
+
+@pytest.fixture
+def ericllm(tmp_path: Path) -> list[str]:
+    """The options of EricLLM's command for one card, with a tiny model in its place. No text ends early."""
     words = starter("ericllm", "*--num_workers 2*")
-    make("mistral", tmp_path / words[1])
-    async with router(*words, working=tmp_path) as up:
+    make("mistral", tmp_path / words[1], max_position_embeddings=512)
+    return [*words, "--ignore-eos"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_the_lines_of_curl_in_ericllms_readme_get_their_answers(ericllm: list[str], tmp_path: Path) -> None:
+    async with router(*ericllm, working=tmp_path) as up:
         await up.becomes("NeuralHermes-2.5-Mistral-7B", "loaded")
-        prompts = [
-            "This will only test single-threaded performance",
-            "This is is a second prompt",
-            "Here's a 3rd thing",
-        ]
-        answers = await asyncio.gather(
-            *(
-                up.client.post("/generate", json={"prompt": prompt, "max_tokens": 128, "temperature": 0.7})
-                for prompt in prompts
-            )
+        # All addresses, also those that curl takes the words behind the apostrophe for, are the router's.
+        (tmp_path / ".curlrc").write_text(f'connect-to = "::127.0.0.1:{up.port}"\nsilent\nnoproxy = "*"\n')
+        line = " & ".join(CURL.format(prompt=prompt) for prompt in PROMPTS)
+        shell = await asyncio.create_subprocess_exec(
+            "bash", stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "HOME": str(tmp_path)}
         )
-        assert [answer.status_code for answer in answers] == [200] * 3
+        printed, _ = await shell.communicate(f'{line}\n"\nwait\n'.encode())
+        answers = printed.decode()
+        for prompt in PROMPTS[:2]:
+            assert f'{{"text":"{prompt}' in answers
+        assert "the body is not a JSON object" in answers, "of the third one, from which the shell takes the end"
+
+
+async def test_ericllms_workers_share_the_requests_of_its_benchmark(ericllm: list[str], tmp_path: Path) -> None:
+    """32 threads with 256 tokens each, as its README describes it. The client itself was not published."""
+    async with router(*ericllm, working=tmp_path) as up:
+        await up.becomes("NeuralHermes-2.5-Mistral-7B", "loaded")
+
+        def ask(number: int) -> httpx.Response:
+            body = {"prompt": PROMPTS[number % 3], "max_tokens": 256, "temperature": 0.7}
+            return httpx.post(f"http://127.0.0.1:{up.port}/generate", json=body, timeout=None)
+
+        with ThreadPoolExecutor(32) as threads:
+            loop = asyncio.get_running_loop()
+            answers = await asyncio.gather(*(loop.run_in_executor(threads, ask, number) for number in range(32)))
+        for number, answer in enumerate(answers):
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["text"].startswith(PROMPTS[number % 3])
         rows = (await up.client.get("/router/state")).json()["workers"]
         assert [row["model"] for row in rows] == ["NeuralHermes-2.5-Mistral-7B"] * 2
+        assert await tokens(up) == [256] * 32
+
+
+async def tokens(up: Router) -> list[int]:
+    """The tokens of all answers, once the workers have reported them."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            rows = (await up.client.get("/router/requests")).json()["ended"]
+            found: list[int] = [row["completion_tokens"] for row in rows]
+            if None not in found:
+                return found
 
 
 async def test_ericllms_command_for_two_cards_has_no_fault(
