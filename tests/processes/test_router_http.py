@@ -103,6 +103,8 @@ async def test_a_known_path_that_is_not_offered_names_the_alternative(shared: Ro
         assert error_of(stored) == (501, "not_offered")
     conversation = await shared.client.post("/v1/conversations", json={})
     assert "use the whole conversation in `input`" in conversation.json()["error"]["message"]
+    completion = await shared.client.get("/v1/chat/completions/chatcmpl-1")
+    assert "use the whole conversation in `messages`" in completion.json()["error"]["message"]
     for path in ("/tools", "/cors-proxy"):
         assert error_of(await shared.client.get(path)) == (403, "feature_disabled")
     assert (await shared.client.post("/v1/streams/lookup", json={})).json() == []

@@ -383,6 +383,8 @@ _DECLARATIONS: tuple[Route, ...] = (
                  "`lora` in a request: a global scale would change the responses to other clients"),
     _not_offered("POST", "/pooling /classify", Dialect.OPENAI, "POST /v1/embeddings, or POST /v1/rerank"),
     _not_offered("POST", "/v1/load_lora_adapter /v1/unload_lora_adapter", Dialect.OPENAI, "/models/{id}/adapters"),
+    _not_offered("GET DELETE", "/v1/chat/completions/{id}", Dialect.OPENAI,
+                 "the whole conversation in `messages` of POST /v1/chat/completions: no completion is stored"),
     _not_offered("GET DELETE", "/v1/responses/{id}", Dialect.RESPONSES, _UNSTORED),
     _not_offered("GET", "/v1/responses/{id}/input_items", Dialect.RESPONSES, _UNSTORED),
     _not_offered("POST", "/v1/responses/compact", Dialect.RESPONSES,
