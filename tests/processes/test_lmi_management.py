@@ -245,6 +245,9 @@ async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path)
         (described,) = (await client.get("/workflows/mine")).json()
         assert (described["workflowName"], described.keys()) == ("mine", workflow.keys())  # times may differ
         assert (await client.put("/workflows/mine", params={"min_worker": 0})).status_code == 200
+        code, message = error(await client.post("/workflows", params={"url": url, "model_name": "flow"}))
+        assert (code, "use POST /lmi/models" in message) == (501, True)
+        assert (await client.get("/workflows")).json() == {"workflows": workflows}, "no model was registered"
         assert (await client.put("/models/mine", params={"min_worker": 0})).status_code == 200
         assert (await client.delete("/models/mine")).status_code == 200
         assert error(await client.get("/models/mine"))[0] == 404
