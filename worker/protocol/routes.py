@@ -75,6 +75,7 @@ def _not_offered(
 
 
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
+_NO_WORKFLOWS = "POST /lmi/models for each model, and let the client call them in turn"
 _UNSTORED = "the whole conversation in `input` of POST /v1/responses: no response is stored"
 # fmt: off
 _DECLARATIONS: tuple[Route, ...] = (
@@ -148,8 +149,8 @@ _DECLARATIONS: tuple[Route, ...] = (
           response=lmi.STATUS_RESPONSE, errors=(404,)),
     _not_offered("GET POST", "/server/metrics", Dialect.LMI, "GET /metrics"),
     _not_offered("POST", "/server/logging", Dialect.LMI, "--log-level"),
-    _not_offered("POST", "/lmi/workflows /workflows", Dialect.LMI,
-                 "POST /lmi/models for each model, and let the client call them in turn"),
+    _not_offered("POST", "/lmi/workflows", Dialect.LMI, _NO_WORKFLOWS, access=AccessLevel.ADMIN),
+    _not_offered("POST", "/workflows", Dialect.LMI, _NO_WORKFLOWS),
     _not_offered("GET", "/workflows", Dialect.LMI, "/lmi/workflows, or --lmi-management"),
     _not_offered("GET PUT DELETE", "/workflows/{id}", Dialect.LMI, "/lmi/workflows, or --lmi-management"),
     Route("POST", "/invocations /predictions/{id} /models/{id}/invoke", Dialect.LMI, "invocations", "lmi.invocations",
