@@ -45,7 +45,7 @@ from worker.errors import (
     SequenceFailed,
     UnsupportedByModel,
 )
-from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
+from worker.interface import Delta, EncoderInput, Grammar, PrefillProgress, SamplingParams
 from worker.protocol.events import Exit, Progress, Pulse
 
 CTX, EOS = 128, 1
@@ -333,8 +333,9 @@ async def test_closing_ends_running_requests_and_rejects_new_ones(llama: Path) -
         await rest(running, CollectedChoice())
     with pytest.raises(Draining):
         await waiter
-    with pytest.raises(Draining):
-        await complete_one(engine, PROMPT)
+    for grammar in (None, Grammar("regex", "a", "regex")):
+        with pytest.raises(Draining):
+            await complete_one(engine, PROMPT, grammar=grammar)
     assert not engine.fatal.done()
 
 

@@ -37,7 +37,7 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.cuda_errors import one_line
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.sample.work_thread import Clock, Job, WorkThread, thread_clock
-from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
+from worker.errors import Draining, InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
 from worker.protocol.memory import (
     COMPILER_STACK_BYTES,
@@ -284,6 +284,7 @@ class Grammars:
             for name in ("grammar-compiler", "grammar-compiler-long")
         )
         self._detached = threading.Semaphore(MAX_DETACHED)
+        self._is_closed = False
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of a text. Blocks while it compiles. From any thread.
@@ -350,8 +351,10 @@ class Grammars:
     async def compiled(self, grammar: Grammar) -> GrammarMatcher:
         """Run `matcher` on a compiler thread, so that a large grammar delays neither asyncio nor the step loop.
 
-        Raises the errors of `matcher`, and InvalidValue if it takes more than `compile_seconds`.
+        Raises the errors of `matcher`, InvalidValue if it takes more than `compile_seconds`, Draining after `close`.
         """
+        if self._is_closed:
+            raise Draining("the model is being unloaded")
         thread = self._compilers[len(grammar.text) > LONG_TEXT]
         job = thread.submit(functools.partial(self.matcher, grammar))
         future = asyncio.wrap_future(job.future)
@@ -405,6 +408,7 @@ class Grammars:
 
     def close(self) -> None:
         """Stop the threads, if they were started."""
+        self._is_closed = True
         for thread in (*self._mask_threads, *self._compilers):
             thread.close()
 
