@@ -199,7 +199,8 @@ class Pipeline:
                 log.exception("%s: %s %s failed in the router", incoming.id, incoming.method, incoming.path)
                 await self._refuse(incoming, Internal("the router failed on this request; its log has the cause"))
         except (ConnectionError, asyncio.CancelledError):
-            self._metrics.disconnects.labels(incoming.phase).inc()
+            if incoming.status == 499:
+                self._metrics.disconnects.labels(incoming.phase).inc()
             # For aiohttp both mean the same; one exception keeps its log free of tracebacks.
             raise asyncio.CancelledError from None
         finally:
@@ -341,6 +342,10 @@ class Pipeline:
             if error.reason == "key_concurrency":  # the fleet records all other rejections
                 about = {"key": key.name, "limit": key.max_concurrent}
                 self._registry.fleet.rejections.append(id, error, **about)
+            raise
+        except asyncio.CancelledError:
+            if response.is_complete and response.status is not None:  # Codex does not wait for the end of the body
+                record.status = incoming.status = response.status
             raise
         finally:
             self.requests.ended(record)

@@ -494,6 +494,27 @@ async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase:
         assert up.count(f'router_client_disconnects_total{{phase="{counted}"}}') == 1
 
 
+async def test_a_client_that_closes_at_the_last_event_has_its_whole_answer(tmp_path: Path) -> None:
+    """Codex does not wait for the end of the body."""
+
+    async def without_end(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(WORDS[0]) + chunk(DONE))
+        await upstream.left()
+        raise ConnectionError
+
+    async with world(tmp_path, without_end) as up:
+        reader, writer = await up.connect()
+        writer.write(request({"stream": True}))
+        await reader.readuntil(DONE)
+        writer.close()
+        await up.idle()
+        assert up.count('router_requests_total{code="200",endpoint="chat",model="a"}') == 1
+        assert "router_client_disconnects_total{" not in up.metrics.render().decode()
+        async with up.client() as client:
+            ended = (await client.get("/router/requests")).json()["ended"]
+        assert [each["status"] for each in ended] == [200]
+
+
 @pytest.mark.slow
 async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
