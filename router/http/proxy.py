@@ -177,7 +177,7 @@ class Proxy:
             before = time.monotonic()
             process = await self._with_comments(lease.ready, lambda: lease.worker.ready.done(), lease, response)
             try:
-                has_profile = await self._shared_workers.prepare(lease.worker, request.model)
+                profile = await self._shared_workers.prepare(lease.worker, request.model)
                 if lease.worker.preset.adapter_slots:
                     await shared_workers.send_adapters(lease.worker, self._fleet.files)
             except WorkerCrashed:
@@ -185,7 +185,7 @@ class Proxy:
                 if lease.worker.ended.is_set():
                     raise Unanswered(cause) from None
                 raise
-            response.profile = request.model if has_profile else ""
+            response.profile = "" if profile is None else profile.name
             waited = time.monotonic() - before
             load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
             response.queued, response.loaded = waited - load, load

@@ -76,11 +76,16 @@ class SharedWorkers:
         self._list(presets, group_presets(presets))
 
     def find(self, name: str) -> ListedModel:
-        """Raises ModelNotFound."""
-        try:
-            return self.listed[name]
-        except KeyError:
-            raise ModelNotFound(f"model '{name}' not found") from None
+        """The model with this id, or with this alias: a reload may make an alias of the id that a request waits for.
+
+        Raises ModelNotFound.
+        """
+        listed = self.listed.get(name)
+        if listed is None:
+            listed = next((other for other in self.listed.values() if name in other.preset.aliases), None)
+        if listed is None:
+            raise ModelNotFound(f"model '{name}' not found")
+        return listed
 
     def names_of(self, id: str) -> PresetGroup:
         """The preset ids that an event of fleet model `id` is about.

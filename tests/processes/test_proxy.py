@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from aiohttp import ClientSession, UnixConnector
 
 from router.config.settings import Settings
 from router.fleet.worker import State
+from router.registry import worker_groups
 from tests.processes.upstreams import DONE, END, PATH, STREAM, Upstream, World, chunk, dying, request, until, world
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
@@ -513,6 +515,18 @@ async def test_a_client_that_closes_at_the_last_event_has_its_whole_answer(tmp_p
         async with up.client() as client:
             ended = (await client.get("/router/requests")).json()["ended"]
         assert [each["status"] for each in ended] == [200]
+
+
+async def test_a_request_that_waits_follows_its_model_to_a_new_name(tmp_path: Path) -> None:
+    async with world(tmp_path, send_whole, load_seconds=0.5) as up:
+        reader, writer = await up.connect()
+        writer.write(request({}))
+        await until(lambda: any(worker.leases and worker.state is State.STARTING for worker in up.fleet.workers()))
+        up.launcher.models["b"] = up.launcher.models["a"]
+        renamed = {"b": replace(up.registry.shared_workers.find("a").preset, id="b", aliases=("a",))}
+        up.registry.shared_workers.apply(renamed, worker_groups.group_presets(renamed))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
 
 
 @pytest.mark.slow
