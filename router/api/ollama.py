@@ -64,7 +64,7 @@ async def ps(call: ApiCall) -> ApiResult:
     found, counted, registry = [], set(), call.registry
     for listed in registry.visible(call.key):
         for worker in listed.model.workers:
-            if worker.state is State.READY and not worker.retired:
+            if worker.state is State.READY and not worker.retired and not _exits_next(worker):
                 sizes = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
                 counted.add(worker.id)
                 found.append({**await _entry(registry, listed), **await _running(registry, listed, worker, sizes)})
@@ -217,6 +217,11 @@ async def _running(
         "expires_at": expires_at,
         "context_length": meta.get("n_ctx", 0),
     }
+
+
+def _exits_next(worker: Worker) -> bool:
+    """True if its last request had `keep_alive` 0 and has ended: the next plan retires it."""
+    return worker.usage.keep_alive == 0 and not worker.leases and not worker.preset.pin
 
 
 def _moment(seconds: float) -> str:

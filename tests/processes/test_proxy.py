@@ -529,6 +529,17 @@ async def test_a_request_that_waits_follows_its_model_to_a_new_name(tmp_path: Pa
         writer.close()
 
 
+async def test_a_model_that_its_last_request_unloads_is_not_listed_as_loaded(tmp_path: Path) -> None:
+    """With Ollama's `keep_alive` 0. It exits after the next plan."""
+    async with world(tmp_path, send_whole) as up, up.client() as client:
+        with up.fleet.lease("a") as lease:
+            await lease.ready()
+            lease.worker.usage.keep_alive = 0.0
+            assert len((await client.get("/api/ps")).json()["models"]) == 1
+            lease.worker.leases.discard(lease)
+            assert (await client.get("/api/ps")).json()["models"] == []
+
+
 @pytest.mark.slow
 async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
