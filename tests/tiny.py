@@ -34,14 +34,9 @@ VOCAB_SIZE = 512
 """Upper bound of the tokenizer's vocabulary, special tokens included."""
 
 _SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
+}  # fmt: skip
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
 _EXPERTS = {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _BERT = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
@@ -74,288 +69,120 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _BERT),
     "cohere": ("CohereConfig", "CohereForCausalLM", _SMALL),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
-    "gemma3_text": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {**_SMALL, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": False},
-    ),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", {
+        **_SMALL, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": False,
+    }),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {**_SMALL, "head_dim": 16}),
     "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT2),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**_SMALL, "logits_scaling": 2.0, "attention_multiplier": 0.3}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_SMALL, "num_local_experts": 4, "sliding_window": None}),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", _SMALL),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {**_BERT, "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15},
-    ),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**_BERT, "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15}),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 32}),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**_SMALL, "sliding_window": 8}),
-    # Of the backend that runs any forward
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        # caps low enough that leaving one out changes the text
-        {
-            **_SMALL,
-            "head_dim": 16,
-            "sliding_window": 8,
-            "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 5.0,
-            "query_pre_attn_scalar": 4,
-            "tie_word_embeddings": False,
-        },
-    ),
+    # Of the backend that runs any forward. Caps are low enough that leaving one out changes the text.
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {
+        **_SMALL, "head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 4, "tie_word_embeddings": False,
+    }),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**_BERT, "multi_query": True}),
-    "falcon-new": (
-        "FalconConfig",
-        "FalconForCausalLM",
-        {**_BERT, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "falcon-alibi": (
-        "FalconConfig",
-        "FalconForCausalLM",
-        {
-            **_BERT,
-            "alibi": True,
-            "multi_query": False,
-            "parallel_attn": False,
-            "bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "mpt": (
-        "MptConfig",
-        "MptForCausalLM",
-        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.3},
-    ),
-    "bloom": (
-        "BloomConfig",
-        "BloomForCausalLM",
-        {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15, "tie_word_embeddings": False},
-    ),
+    "falcon-new": ("FalconConfig", "FalconForCausalLM", {**_BERT, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-alibi": ("FalconConfig", "FalconForCausalLM", {
+        **_BERT, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+        "tie_word_embeddings": False,
+    }),
+    "mpt": ("MptConfig", "MptForCausalLM", {
+        "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.3,
+    }),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {
+        "hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15, "tie_word_embeddings": False,
+    }),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", {**_GPT2, "rotary_dim": 8}),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        "GPTNeoForCausalLM",
-        {
-            "hidden_size": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 8,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.15,
-        },
-    ),
+    "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {
+        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+        "window_size": 8, "max_position_embeddings": 256, "initializer_range": 0.15,
+    }),
     "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**_GPT2, "rotary_dim": 8}),
-    "stablelm": (
-        "StableLmConfig",
-        "StableLmForCausalLM",
-        {**_SMALL, "partial_rotary_factor": 0.25, "use_qkv_bias": True},
-    ),
-    "dbrx": (
-        "DbrxConfig",
-        "DbrxForCausalLM",
-        {
-            "d_model": 64,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 256,
-            "initializer_range": 0.15,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-        },
-    ),
-    "deepseek_v2": (
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        {**_MLA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_method": "greedy"},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        {
-            **_MLA,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_hidden_layers": 3,
-        },
-    ),
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        "DeepseekV32ForCausalLM",
-        {
-            **_MLA,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "index_head_dim": 16,
-            # fewer tokens than a text has, and so many heads that hardly two tokens have an equal score
-            "index_topk": 8,
-            "index_n_heads": 32,
-        },
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {
-            **_SMALL,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {
+        **_SMALL, "partial_rotary_factor": 0.25, "use_qkv_bias": True,
+    }),
+    "dbrx": ("DbrxConfig", "DbrxForCausalLM", {
+        "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.15,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    }),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {
+        **_MLA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_method": "greedy",
+    }),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {
+        **_MLA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "num_hidden_layers": 3,
+    }),
+    # The index chooses fewer tokens than a text has, with so many heads that hardly two tokens have an equal score.
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {
+        **_MLA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "index_head_dim": 16, "index_topk": 8, "index_n_heads": 32,
+    }),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {
+        **_SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
-    "llama4_text": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "intermediate_size_mlp": 128,
-            "num_local_experts": 2,
-            "attention_chunk_size": 8,
-            "interleave_moe_layer_step": 2,
-        },
-    ),
+    "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM", {
+        **_SMALL, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 2,
+        "attention_chunk_size": 8, "interleave_moe_layer_step": 2,
+    }),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
     "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {**_SMALL, "num_local_experts": 4, "sliding_window": None}),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", _SMALL),
     "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", _BERT),
     "biogpt": ("BioGptConfig", "BioGptForCausalLM", {**_BERT, "tie_word_embeddings": False}),
-    "xglm": (
-        "XGLMConfig",
-        "XGLMForCausalLM",
-        {
-            "d_model": 64,
-            "ffn_dim": 128,
-            "num_layers": 2,
-            "attention_heads": 4,
-            "max_position_embeddings": 256,
-            "init_std": 0.45,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", {
+        "d_model": 64, "ffn_dim": 128, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 256,
+        "init_std": 0.45, "tie_word_embeddings": False,
+    }),
     "mamba": ("MambaConfig", "MambaForCausalLM", _MAMBA),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", _MAMBA),
-    "mamba2": (
-        "Mamba2Config",
-        "Mamba2ForCausalLM",
-        {**_MAMBA, "head_dim": 16, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
-    ),
-    "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 8,
-            "use_mamba_kernels": False,
-        },
-    ),
-    "bamba": (
-        "BambaConfig",
-        "BambaForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 3,
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 8,
-        },
-    ),
-    "falcon_h1": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {
-            **_SMALL,
-            "mamba_d_ssm": 128,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 8,
-        },
-    ),
-    "zamba2": (
-        "Zamba2Config",
-        "Zamba2ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 4,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "num_mem_blocks": 1,
-            "mamba_d_state": 16,
-            "mamba_ngroups": 1,
-            "n_mamba_heads": 4,
-            "chunk_size": 8,
-        },
-    ),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        {
-            **_EXPERTS,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        },
-    ),
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        {**_SMALL, "num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 32},
-    ),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", {
+        **_MAMBA, "head_dim": 16, "num_heads": 8, "n_groups": 2, "chunk_size": 8,
+    }),
+    "jamba": ("JambaConfig", "JambaForCausalLM", {
+        **_SMALL, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    }),
+    "bamba": ("BambaConfig", "BambaForCausalLM", {
+        **_SMALL, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16,
+        "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    }),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {
+        **_SMALL, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    }),
+    "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", {
+        **_SMALL, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 1, "mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 8,
+    }),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {
+        **_EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {
+        **_SMALL, "num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 32,
+    }),
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
-    "flan-t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-    "bart": (
-        "BartConfig",
-        "BartForConditionalGeneration",
-        {
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 128,
-            "decoder_ffn_dim": 128,
-            "max_position_embeddings": 256,
-            "init_std": 0.15,
-            "decoder_start_token_id": 1,
-            "forced_eos_token_id": None,
-        },
-    ),
+    "flan-t5": ("T5Config", "T5ForConditionalGeneration", {
+        **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    }),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 256,
+        "init_std": 0.15, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+    }),
     "bert-embed": ("BertConfig", "BertModel", _BERT),
     "llama-embed": ("LlamaConfig", "LlamaModel", _SMALL),
-}
+}  # fmt: skip
 FAMILIES = tuple(_FAMILIES)
 _WIDER = {"t5": 4.0, "flan-t5": 16.0, "bart": 4.0}
 """Factors of the spread of weights in families whose text would otherwise be one token again and again."""

@@ -26,14 +26,9 @@ CHAT_TEMPLATE = (
 SIDE = 28
 """Pixels of the images that a tower sees."""
 _TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
+}  # fmt: skip
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 _Made = tuple[Any, Any, Any]

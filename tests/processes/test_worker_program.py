@@ -215,14 +215,9 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
         (tmp_path / name).write_bytes((snapshot / name).read_bytes())
     code = {"AutoConfig": "code.Config", "AutoModel": "code.Model"}
     config = {
-        "model_type": "poisoned",
-        "architectures": ["Model"],
-        "auto_map": code,
-        "vocab_size": 512,
-        "pad_token_id": 0,
-        "max_position_embeddings": 64,
-        "hidden_size": 8,
-    }
+        "model_type": "poisoned", "architectures": ["Model"], "auto_map": code, "vocab_size": 512, "pad_token_id": 0,
+        "max_position_embeddings": 64, "hidden_size": 8,
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(POISONED)
     options = ["--task=embed", "--trust-remote-code", "--load-format=dummy", f"--listen=unix:{tmp_path}/s"]

@@ -508,18 +508,9 @@ def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
     preset = one('env.API = abc\nchat-template-kwargs = {"api_key": "abc", "x": [{"token": "abc"}], "tokens": 3}')
     rows = effective(preset)
     names = {key.name for key in KEYS} - {
-        "env",
-        "hf-repo",
-        "revision",
-        "n-gpu-layers",
-        "import",
-        "min-workers",
-        "max-workers",
-        "grammar-file",
-        "json-schema-file",
-        "reasoning",
-        "reasoning-effort",
-    }
+        "env", "hf-repo", "revision", "n-gpu-layers", "import", "min-workers", "max-workers", "grammar-file",
+        "json-schema-file", "reasoning", "reasoning-effort",
+    }  # fmt: skip
     assert {key for key, _, _ in rows} == names | {"env.API"}
     assert "abc" not in json.dumps(rows) + json.dumps(args(preset))
     assert ("chat-template-kwargs", '{"api_key":"***","tokens":3,"x":[{"token":"***"}]}', "models.ini:4") in rows

@@ -30,13 +30,8 @@ def test_the_rate_is_of_what_was_done_since_the_stage_began() -> None:
     progress = LoadProgress()
     progress.update("download", 4000, 10000, 5.0)  # found on disk
     assert progress.as_dict() == {
-        "stage": "download",
-        "done": 4000,
-        "total": 10000,
-        "unit": "bytes",
-        "rate": None,
-        "eta": None,
-    }
+        "stage": "download", "done": 4000, "total": 10000, "unit": "bytes", "rate": None, "eta": None,
+    }  # fmt: skip
     progress.update("download", 5000, 10000, 7.0)
     assert progress.share == 0.5
     assert (progress.as_dict()["rate"], progress.as_dict()["eta"]) == (500.0, 10.0)

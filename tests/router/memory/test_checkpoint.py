@@ -149,26 +149,17 @@ def test_layers_with_a_state_are_counted(tmp_path: Path, changes: dict[str, Any]
         {"hybrid_override_pattern": "M-M*ME", "num_hidden_layers": 6},
         {
             "layers_block_type": [
-                "linear_attention",
-                "mlp",
-                "linear_attention",
-                "full_attention",
-                "linear_attention",
-                "moe",
+                "linear_attention", "mlp", "linear_attention", "full_attention", "linear_attention", "moe",
             ],
             "num_hidden_layers": None,
         },
     ],
-)
+)  # fmt: skip
 def test_layers_of_nemotron_h_that_are_mlps_cache_nothing(tmp_path: Path, kinds: dict[str, Any]) -> None:
     """In the files of its author, and as transformers writes them."""
     states: dict[str, Any] = {
-        "ssm_state_size": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 10,
-        "n_groups": 1,
-        "conv_kernel": 4,
-    }
+        "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 1, "conv_kernel": 4,
+    }  # fmt: skip
     tensors = {f"backbone.layers.{layer}.norm.weight": ("BF16", [64]) for layer in range(6)}
     facts = read(snapshot(tmp_path, LLAMA, tensors, model_type="nemotron_h", **kinds, **states))
     assert (facts.layers, facts.state_layers, facts.attention_layers) == (6, 3, 1)

@@ -29,26 +29,12 @@ TAKEN = {
 OF_ANSWERS = {"tool_use", "thinking", "redacted_thinking"}
 # nested fields that are reported as ignored
 REPORTED_INSIDE = {
-    "messages[].content[].transformations",
-    "messages[].content[].toolset_name",
-    "messages[].content[].content[].transformations",
-    "thinking.display",
-    "tools[].allowed_callers",
-    "tools[].defer_loading",
-    "tools[].eager_input_streaming",
-    "tools[].input_examples",
-    "tools[].output_schema",
-    "tools[].async",
-    "input[].encrypted_content",
-    "input[].async",
-    "input[].caller",
-    "input[].name",
-    "input[].namespace",
-    "input[].content[].file_id",
-    "input[].output[].file_id",
-    "reasoning.context",
-    "reasoning.mode",
-}
+    "messages[].content[].transformations", "messages[].content[].toolset_name",
+    "messages[].content[].content[].transformations", "thinking.display", "tools[].allowed_callers",
+    "tools[].defer_loading", "tools[].eager_input_streaming", "tools[].input_examples", "tools[].output_schema",
+    "tools[].async", "input[].encrypted_content", "input[].async", "input[].caller", "input[].name",
+    "input[].namespace", "input[].content[].file_id", "input[].output[].file_id", "reasoning.context", "reasoning.mode",
+}  # fmt: skip
 
 
 def samples(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterator[Any]:

@@ -53,15 +53,9 @@ from worker.protocol.memory import (
 pytestmark = pytest.mark.slow
 
 MEDIUM = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "vocab_size": 4000,
-    "initializer_range": 0.02,
-}
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 4000, "initializer_range": 0.02,
+}  # fmt: skip
 """About 30 MB in float32."""
 CPU = largest_steps.CPU
 MIB = 1 << 20
