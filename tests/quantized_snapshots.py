@@ -122,17 +122,12 @@ def _compressed(name: str) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
          "checkpoint_format": "gptq"}  # fmt: skip
 _METHODS: Mapping[str, tuple[Callable[[torch.Tensor], Packed], dict[str, Any]]] = {
-    "fp8": (
-        fp8,
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
-    ),
+    "fp8": (fp8,
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}),
     "gptq": (gptq, _GPTQ),
     "gptq, 8 bits": (partial(gptq, bits=8), {**_GPTQ, "bits": 8}),
     "gptq, one group": (partial(gptq, group=-1), {**_GPTQ, "group_size": -1}),
-    "awq": (
-        awq,
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "float-quantized": (float_quantized, _compressed("float-quantized")),
     "pack-quantized": (pack_quantized, _compressed("pack-quantized")),
 }  # fmt: skip

@@ -63,17 +63,12 @@ def test_help_names_the_verbs() -> None:
     ("options", "message"),
     [
         ((), "worker: no verb; one of download, convert, estimate, serve; see worker --help"),
-        (
-            ("sing",),
-            f"worker: unknown verb 'sing'; one of: {', '.join(VERBS)}; see worker --help",
-        ),
-        (
-            ("serve", "--snapshot=/m"),
-            "worker: serve: the following arguments are required: --listen; see worker --help",
-        ),
+        (("sing",), f"worker: unknown verb 'sing'; one of: {', '.join(VERBS)}; see worker --help"),
+        (("serve", "--snapshot=/m"),
+         "worker: serve: the following arguments are required: --listen; see worker --help"),
         (("download", "--supervised"), "worker: --supervised needs --parent-pid=PID, the process id of the parent"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_command_line_exits_2_with_a_message(options: tuple[str, ...], message: str) -> None:
     assert by_hand(*options) == (Exit.USAGE, "", message + "\n")
 

@@ -83,31 +83,22 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
     ("facts", "said", "why"),
     [
         (LARGE, {"tensor_parallel": 3}, "it has 64 attention heads, which 3 does not divide"),
-        (
-            replace(LARGE, kv_heads=2),
-            {"tensor_parallel": 4},
-            "it has 2 heads of keys and values, which 4 does not divi",
-        ),
+        (replace(LARGE, kv_heads=2), {"tensor_parallel": 4},
+         "it has 2 heads of keys and values, which 4 does not divi"),
         (with_widths(intermediate_size=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
         (with_widths(moe_intermediate_size=1407), {"tensor_parallel": 2}, "it has 1407 columns in its experts"),
-        (
-            with_widths(moe_intermediate_size=1408, shared_expert_intermediate_size=5633),
-            {"tensor_parallel": 2},
-            "it has 5633 columns in its shared expert",
-        ),
+        (with_widths(moe_intermediate_size=1408, shared_expert_intermediate_size=5633), {"tensor_parallel": 2},
+         "it has 5633 columns in its shared expert"),
         (with_widths(linear_num_value_heads=33), {"tensor_parallel": 2}, "it has 33 columns in its linear attention"),
         (with_widths(intermediate_size_mlp=8193), {"tensor_parallel": 2}, "it has 8193 columns in its dense MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
-        (
-            replace(LARGE, model_type="gpt2"),
-            {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
-            "this version divides .* this is gpt2",
-        ),
+        (replace(LARGE, model_type="gpt2"), {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
+         "this version divides .* this is gpt2"),
         (replace(LARGE, matrix_elements=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
         (replace(LARGE, quantization="gptq"), {"tensor_parallel": ALL_DEVICES}, "its weights are quantized"),
         (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantized"),
     ],
-)
+)  # fmt: skip
 def test_layers_are_split_where_tensor_parallelism_is_not_possible(
     facts: Checkpoint, said: dict[str, Any], why: str
 ) -> None:

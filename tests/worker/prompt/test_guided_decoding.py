@@ -73,11 +73,8 @@ def test_each_grammar_field_gives_a_grammar(body: dict[str, Any], expected: Gram
         ({"response_format": {}}, "response_format.type", INVALID),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", INVALID),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", INVALID),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
-            "response_format.json_schema.strict",
-            INVALID,
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+         "response_format.json_schema.strict", INVALID),
         ({"json_schema": "{"}, "json_schema", INVALID),
         ({"json_schema": "5"}, "json_schema", INVALID),
         ({"json_schema": "[" * (1 << 18) + "]" * (1 << 18)}, "json_schema", INVALID),
@@ -87,22 +84,16 @@ def test_each_grammar_field_gives_a_grammar(body: dict[str, Any], expected: Gram
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", INVALID),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", INVALID),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unsupported_parameter"),
-        (
-            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
-            "structured_outputs.disable_any_whitespace",
-            "unsupported_parameter",
-        ),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+         "structured_outputs.disable_any_whitespace", "unsupported_parameter"),
         ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema", INVALID),
         ({"structured_outputs": {"grammar": "b"}, "guided_grammar": "a"}, "structured_outputs.grammar", INVALID),
         ({"guided_regex": "a", "grammar": "b"}, "guided_regex", INVALID),
         ({"regex": "a", "ebnf": "b"}, "ebnf", INVALID),
-        (
-            {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
-            "response_format.value",
-            INVALID,
-        ),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}, "response_format.value",
+         INVALID),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_grammar_field_is_rejected_by_name(body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(BodyFields(body, GRAMMAR))

@@ -105,17 +105,11 @@ SAID_ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 SAID_SAY = '{"name": "say", "arguments": {"text": "hé </x> {"}}'
 SAID_BOTH = f"[{SAID_ADD}, {SAID_SAY}]"
 CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
-    (
-        "hermes",
-        f"Sure.\n<tool_call>\n{SAID_ADD}\n</tool_call>\n<tool_call>{SAID_SAY}</tool_call>",
-        ("", "Sure.", [ADD, SAY]),
-    ),
+    ("hermes", f"Sure.\n<tool_call>\n{SAID_ADD}\n</tool_call>\n<tool_call>{SAID_SAY}</tool_call>",
+     ("", "Sure.", [ADD, SAY])),
     ("hermes", f"<tool_call>{SAID_ADD}", ("", "", [ADD])),
-    (
-        "hermes",
-        f'<tool_call>{{"name": "add"}}</tool_call><tool_call>{SAID_ADD}</tool_call>!',
-        ("", '<tool_call>{"name": "add"}</tool_call>!', [ADD]),
-    ),
+    ("hermes", f'<tool_call>{{"name": "add"}}</tool_call><tool_call>{SAID_ADD}</tool_call>!',
+     ("", '<tool_call>{"name": "add"}</tool_call>!', [ADD])),
     (
         "qwen-xml",
         "I will.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
@@ -133,11 +127,8 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ("granite", f"<|tool_call|>[{SAID_ADD},\n{SAID_SAY}]", ("", "", [ADD, SAY])),
     ("mistral", f"[TOOL_CALLS] [{SAID_ADD}]", ("", "", [ADD])),
     ("mistral", f"ok[TOOL_CALLS]{SAID_BOTH}", ("", "ok", [ADD, SAY])),
-    (
-        "mistral-args",
-        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]say[ARGS]{"text": "hé </x> {"}',
-        ("", "", [ADD, SAY]),
-    ),
+    ("mistral-args", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]say[ARGS]{"text": "hé </x> {"}',
+     ("", "", [ADD, SAY])),
     ("mistral-args", '[TOOL_CALLS]add[CALL_ID]x12345678[ARGS]{"a": 1, "b": 2}', ("", "", [ADD])),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": 2}}', ("", "", [ADD])),
     ("llama", '\n<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', ("", "", [ADD])),
@@ -160,11 +151,8 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '<|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>',
         ("I add.", "", [ADD]),
     ),
-    (
-        "harmony",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>",
-        ("Hm.", "Hello.", []),
-    ),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>",
+     ("Hm.", "Hello.", [])),
     (
         "kimi",
         "<think>I add.</think>Sure.<|tool_calls_section_begin|>"
@@ -174,11 +162,9 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("I add.", "Sure.", [ADD, SAY]),
     ),
     ("kimi", kimi("add", '{"a": 1, "b": 2}').replace("functions.", ""), ("", "", [ADD])),
-    (
-        "kimi",
-        "<think>I add.<|tool_calls_section_begin|>" + kimi("add", '{"a": 1, "b": 2}') + "<|tool_calls_section_end|>",
-        ("I add.", "", [ADD]),
-    ),
+    ("kimi",
+     "<think>I add.<|tool_calls_section_begin|>" + kimi("add", '{"a": 1, "b": 2}') + "<|tool_calls_section_end|>",
+     ("I add.", "", [ADD])),
     (
         "minimax",
         "<think>\nI add.\n</think>\n\nSure.\n<minimax:tool_call>\n"
@@ -188,25 +174,17 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ("I add.", "Sure.", [ADD, SAY]),
     ),
     ("minimax", minimax("say", text="a\nb"), ("", "", [("say", {"text": "a\nb"})])),
-    (
-        "seed",
-        "<seed:think>I add.</seed:think>\nSure.\n" + seed("add", a="1", b="2") + "\n" + seed("say", text="hé </x> {"),
-        ("I add.", "Sure.", [ADD, SAY]),
-    ),
+    ("seed",
+     "<seed:think>I add.</seed:think>\nSure.\n" + seed("add", a="1", b="2") + "\n" + seed("say", text="hé </x> {"),
+     ("I add.", "Sure.", [ADD, SAY])),
     ("nemotron", f"<think>\nI add.\n</think>\n\n<TOOLCALL>{SAID_BOTH}</TOOLCALL>\n", ("I add.", "", [ADD, SAY])),
     ("nemotron", '<TOOLCALL>[{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}]</TOOLCALL>', ("", "", [ADD])),
-    (
-        "phi",
-        f"Sure.<|tool_call|>{SAID_ADD}<|/tool_call|><|tool_call|>{SAID_SAY}<|/tool_call|>",
-        ("", "Sure.", [ADD, SAY]),
-    ),
+    ("phi", f"Sure.<|tool_call|>{SAID_ADD}<|/tool_call|><|tool_call|>{SAID_SAY}<|/tool_call|>",
+     ("", "Sure.", [ADD, SAY])),
     ("phi", f"<|tool_call|>{SAID_BOTH}<|/tool_call|>", ("", "", [ADD, SAY])),
     ("phi-list", f"functools{SAID_BOTH}", ("", "", [ADD, SAY])),
-    (
-        "lfm",
-        "<think>I add.</think>Sure.<|tool_call_start|>[add(a=1, b=2), say(text='hé </x> {')]<|tool_call_end|>",
-        ("I add.", "Sure.", [ADD, SAY]),
-    ),
+    ("lfm", "<think>I add.</think>Sure.<|tool_call_start|>[add(a=1, b=2), say(text='hé </x> {')]<|tool_call_end|>",
+     ("I add.", "Sure.", [ADD, SAY])),
     ("lfm", "<|tool_call_start|>[add(a=1,\n b=2)]<|tool_call_end|> Done.", ("", "Done.", [ADD])),
     ("lfm", f"<|tool_call_start|>[{SAID_ADD}]<|tool_call_end|>", ("", "", [ADD])),
     (
@@ -240,11 +218,8 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         ),
         ("I add.", "Sure.", [ADD, ("say", {"text": "hé {"})]),
     ),
-    (
-        "tool-calls",
-        f"<think>\nI add.\n</think>\n<tool_calls>\n{SAID_ADD}\n{SAID_SAY}\n</tool_calls>",
-        ("I add.", "", [ADD, SAY]),
-    ),
+    ("tool-calls", f"<think>\nI add.\n</think>\n<tool_calls>\n{SAID_ADD}\n{SAID_SAY}\n</tool_calls>",
+     ("I add.", "", [ADD, SAY])),
     ("tool-calls", f"Sure.<tool_calls>{SAID_BOTH}</tool_calls>", ("", "Sure.", [ADD, SAY])),
     (
         "hunyuan",
@@ -252,11 +227,8 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '<tool_call>say\n```json\n{"text": "hé </x> {"}\n```\n</tool_call>\n</tool_calls>',
         ("I add.", "Sure.", [ADD, SAY]),
     ),
-    (
-        "olmo",
-        "Sure.<function_calls>\nadd(a=1, b=2)\nsay(text='hé </x> {')\n</function_calls>",
-        ("", "Sure.", [ADD, SAY]),
-    ),
+    ("olmo", "Sure.<function_calls>\nadd(a=1, b=2)\nsay(text='hé </x> {')\n</function_calls>",
+     ("", "Sure.", [ADD, SAY])),
     (
         "apertus",
         '<|inner_prefix|>I add.<|inner_suffix|>Sure.<|tools_prefix|>[{"add": {"a": 1, "b": 2}}, '
@@ -274,12 +246,9 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ("thinker", "<think>cut off ", ("cut off", "", [])),
     ("ernie", "<think>\nHm.\n</think>\n\n<response>\nHello\n</response>", ("Hm.", "Hello\n", [])),
     ("ernie", f"<think>I add.</think>\n\n<tool_call>\n{SAID_ADD}\n</tool_call>\n", ("I add.", "", [ADD])),
-    (
-        "hermes-thinker",
-        f"<think>I must add.</think>\n\nNow:\n<tool_call>{SAID_ADD}</tool_call>",
-        ("I must add.", "Now:", [ADD]),
-    ),
-]
+    ("hermes-thinker", f"<think>I must add.</think>\n\nNow:\n<tool_call>{SAID_ADD}</tool_call>",
+     ("I must add.", "Now:", [ADD])),
+]  # fmt: skip
 # Texts without a complete call: all of it is content.
 CONTENT = [
     ("hermes", "Hello  world "),

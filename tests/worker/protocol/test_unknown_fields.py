@@ -25,18 +25,12 @@ CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "ar
         ({"messages": [MESSAGE, {**MESSAGE, "odd": 1}, {**MESSAGE, "odd": 2, "even": None}]}, ["messages[].odd"]),
         ({"messages": [{**MESSAGE, "tool_calls": []}]}, ["messages[].tool_calls"]),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL], "refusal": None, "annotations": []}]}, []),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "odd": 1}}]}]},
-            ["messages[].tool_calls[].function.odd"],
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}, "odd": 1}]}]},
-            ["messages[].content[].odd"],
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "", "odd": 1}}]}]},
-            ["messages[].content[].image_url.odd"],
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "odd": 1}}]}]},
+         ["messages[].tool_calls[].function.odd"]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}, "odd": 1}]}]},
+         ["messages[].content[].odd"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "", "odd": 1}}]}]},
+         ["messages[].content[].image_url.odd"]),
         ({"tools": [{"type": "function", "function": FUNCTION}]}, []),
         ({"tools": [{"type": "function", "function": {**FUNCTION, "odd": 1}, "odd": 1}]},
          ["tools[].function.odd", "tools[].odd"]),
@@ -47,10 +41,8 @@ CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "ar
         ),
         ({"stream_options": {"include_usage": True, "odd": 1}}, ["stream_options.odd"]),
         ({"response_format": {"type": "text", "schema": {}}}, ["response_format.schema"]),
-        (
-            {"response_format": {"type": "json_schema", "odd": 1, "json_schema": {"schema": {}, "odd": 1}}},
-            ["response_format.odd", "response_format.json_schema.odd"],
-        ),
+        ({"response_format": {"type": "json_schema", "odd": 1, "json_schema": {"schema": {}, "odd": 1}}},
+         ["response_format.odd", "response_format.json_schema.odd"]),
         ({"chat_template_kwargs": {"anything": {"goes": 1}}, "documents": [{"odd": 1}], "json_schema": {"odd": 1}}, []),
     ],
 )  # fmt: skip
