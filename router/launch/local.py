@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from router.launch import page_lock
 from router.launch.devices import OomKills, count_oom_kills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.fork_server import FIRST_PAUSE
 from router.launch.interface import Listen, LockedFiles, Program, Verb
-from router.launch.page_lock import PageLocker
 from router.launch.process import uncancelled
 from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
@@ -86,7 +86,6 @@ class LocalLauncher:
         self._estimate_timeout = estimate_timeout
         self._ooms = OomKills(count_oom_kills)
         self._processes = ProcessTable(runtime_dir)
-        self._page_locker = PageLocker()
         self._spawner = Spawner(
             self._processes,
             environ=environ,
@@ -116,7 +115,6 @@ class LocalLauncher:
             stack.enter_context(self._processes.opened())
             self._shared.open()
             stack.callback(self._shared.close)
-            stack.push_async_callback(self._page_locker.close)
             stack.callback(self._sampler.close)
             await self._sampler.start()
             self._entered = stack.pop_all()
@@ -279,10 +277,10 @@ class LocalLauncher:
     # Files in main memory
 
     def lock_files(self, files: Sequence[str]) -> AbstractAsyncContextManager[LockedFiles]:
-        return self._page_locker.lock(files)
+        return page_lock.lock(files)
 
     async def prefetch(self, files: Sequence[str]) -> int:
-        return await self._page_locker.read(files)
+        return await page_lock.read(files)
 
 
 def _report_failure(task: "asyncio.Task[None]") -> None:
