@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from worker.engines.transformers.load import safetensors
-from worker.engines.transformers.load.page_cache import PieceWriter
 from worker.errors import StartError
 
 # A caught parameter by the id of its module and its name there, because its full name is unknown until the model is
@@ -41,7 +40,6 @@ class TensorWriter:
 
     def __enter__(self) -> "TensorWriter":
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._pieces = PieceWriter(self._descriptor, self._header_bytes)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,12 +55,18 @@ class TensorWriter:
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, len(flat), _WRITE_BYTES):
             stretch = flat[start : start + _WRITE_BYTES]
-            self._pieces.append(stretch.numpy().data)
+            self._write_at(self._header_bytes + self._end, stretch.numpy().data)
             self._end += len(stretch)
-            if self._pieces.written - self._synced >= _SYNC_BYTES:
+            if self._end - self._synced >= _SYNC_BYTES:
                 os.fdatasync(self._descriptor)
-                self._synced = self._pieces.written
-                self._on_sync(self._synced - self._header_bytes)
+                self._synced = self._end
+                self._on_sync(self._synced)
+
+    def _write_at(self, offset: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:  # a write may be cut short
+            count = os.pwrite(self._descriptor, rest, offset)
+            rest, offset = rest[count:], offset + count
 
     def elements_by_type(self) -> Counter[torch.dtype]:
         elements = Counter[torch.dtype]()
@@ -81,9 +85,6 @@ class TensorWriter:
         size = self._header_bytes - 8
         if len(text) > size:
             raise StartError(f"the names of {len(self._places)} tensors need {len(text)} bytes, more than {size}")
-        self._pieces.flush()
-        head = PieceWriter(self._descriptor)
-        head.append(size.to_bytes(8, "little") + text.ljust(size))
-        head.flush()
+        self._write_at(0, size.to_bytes(8, "little") + text.ljust(size))
         os.fsync(self._descriptor)
         return self._end

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines.transformers.load.page_cache import PIECE, STRETCH, BackgroundReader, PieceWriter, cached
+from worker.engines.transformers.load.page_cache import STRETCH, BackgroundReader, cached
 from worker.protocol.snapshot_files import INDEX, WEIGHTS
 
 MIB = 1 << 20
@@ -61,30 +61,3 @@ def test_missing_files_are_left_to_the_load(tmp_path: Path) -> None:
     reading = BackgroundReader(str(tmp_path))
     reading.start()
     reading.stop()
-
-
-def test_a_file_is_written_in_pieces_that_begin_at_multiples_of_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[tuple[int, int]] = []
-    whole = os.pwrite
-
-    def pwrite(descriptor: int, data: memoryview, at: int) -> int:
-        written.append((at, len(data)))
-        return whole(descriptor, data[: PIECE // 2 + 1], at)  # as a kernel may that is interrupted
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    text = os.urandom(3 * PIECE + 77)
-    with (tmp_path / "file").open("w+b") as file:
-        file.write(text[:1000])
-        file.flush()
-        pieces = PieceWriter(file.fileno(), 1000)
-        for start in range(1000, len(text), MIB + 1):
-            pieces.append(text[start : start + MIB + 1])
-        assert (pieces.written, pieces.end) == (3 * PIECE, len(text))
-        pieces.flush()
-        pieces.flush()
-        assert pieces.written == len(text)
-    assert (tmp_path / "file").read_bytes() == text
-    assert [at for at, _ in written if at % PIECE == 0] == [PIECE, 2 * PIECE, 3 * PIECE]
-    assert written[0] == (1000, PIECE - 1000)

@@ -17,9 +17,6 @@ from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
 STRETCH = 16 << 20  # bytes that one thread reads at a time
 # Threads that read files that are not cached. Measured on 2.3 GB of a virtual disk: 1.6 GB/s with one, 2.9 with four.
 READERS = 4
-# Bytes per write, aligned to multiples of it. Such writes get page-cache pages of 2 MiB where the file system has them.
-# Measured on 2.3 GB (ext4, Linux 6.18): mapped in 2 ms instead of 70 to 340, unmapped in 1 instead of 30.
-PIECE = 8 << 20
 _SCRATCH = 4 << 20
 _SYS_CACHESTAT = 451  # on every architecture; since Linux 6.5
 
@@ -56,39 +53,6 @@ def read(descriptor: int, start: int, length: int) -> None:
         for offset in range(start, start + length, _SCRATCH):
             if not os.preadv(descriptor, [scratch], offset):
                 return
-
-
-class PieceWriter:
-    """Sequential writer of a file in large aligned pieces."""
-
-    def __init__(self, descriptor: int, at: int = 0):
-        self.written = at  # end of the bytes written
-        self._descriptor = descriptor
-        self._buffer = bytearray()
-
-    @property
-    def end(self) -> int:
-        """End of the bytes appended."""
-        return self.written + len(self._buffer)
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Append `data`. Raises OSError if a piece cannot be written."""
-        rest = memoryview(data)
-        while rest:
-            room = PIECE - self.end % PIECE
-            self._buffer += rest[:room]
-            if len(rest) >= room:
-                self.flush()
-            rest = rest[room:]
-
-    def flush(self) -> None:
-        """Write the rest, however small. Raises OSError."""
-        rest = memoryview(self._buffer)
-        while rest:
-            count = os.pwrite(self._descriptor, rest, self.written)
-            rest = rest[count:]
-            self.written += count
-        self._buffer = bytearray()
 
 
 class BackgroundReader:
