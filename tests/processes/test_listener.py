@@ -293,20 +293,22 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
                 writer.transport.abort()
                 return
             seen.append(number)
-            if len(seen) == 100:
-                go.set()
             assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(DONE + b"\r\n0\r\n\r\n")
         writer.close()
 
     seen: list[int] = []
     async with world(tmp_path, stream, keys={"parallel": 200}) as up:
-        await asyncio.gather(*(ask(up, number) for number in range(200)))
+        streams = asyncio.gather(*(ask(up, number) for number in range(200)))
+        disconnects = 'router_client_disconnects_total{phase="streaming"}'
+        await until(lambda: len(seen) == 100 and up.count(disconnects) == 100)
+        go.set()
+        await streams
         await up.idle()
         await until(lambda: not up.listener.connections)
         proxy = up.listener.serve.__self__._proxy  # type: ignore[attr-defined]
         assert not proxy._limits
         assert up.listener.serve.__self__.bodies.buffered == 0  # type: ignore[attr-defined]
-        assert up.count('router_client_disconnects_total{phase="streaming"}') == 100
+        assert up.count(disconnects) == 100
 
 
 @pytest.mark.slow
