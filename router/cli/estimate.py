@@ -223,7 +223,7 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
         warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
         if not answer.fits:
             lines = [device_line(device, answer.estimate) for device in answer.devices if not device.fits]
-            lines += [str(answer.remedies)] * bool(answer.remedies.settings)
+            lines += [str(answer.remedies)] * bool(answer.remedies.settings) + [answer.doubt] * bool(answer.doubt)
             found[preset.id] = f"{preset.id}: {'; '.join(' '.join(line.split()) for line in lines)}"
     return found, warnings
 

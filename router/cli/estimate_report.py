@@ -80,6 +80,13 @@ class Report:
         return enough(device.fits for device in self.main_devices) and all(device.fits for device in beside)
 
     @property
+    def doubt(self) -> str:
+        """The reason why a model that does not fit may be loaded all the same; empty if there is none."""
+        if self.fits or self.estimate.source != "static":
+            return ""
+        return "a static estimate, an upper bound: the exact one (router estimate --exact) decides, as at a load"
+
+    @property
     def tokens(self) -> int:
         """Tokens of the longest request; 0 for a model without a KV cache."""
         return 0 if serves_embeddings(self.facts, self.preset) else effective_ctx(self.facts, self.preset)
@@ -177,7 +184,7 @@ def text(report: Report) -> str:
         lines.append(_line("runtime", sum(estimate.runtime), _runtime_parts(report)))
     if estimate.host:
         lines.append(_line("host", estimate.host, "main memory beside the device"))
-    lines.append(_line("total", estimate.total, _SOURCES[estimate.source]))
+    lines.append(_line("total", estimate.total, report.doubt or _SOURCES[estimate.source]))
     lines += _range_lines(report)
     if estimate.note:
         lines.append(f"{'note':9} {estimate.note}")

@@ -330,6 +330,9 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
     assert first.startswith("large: cpu does not fit: ")
     assert "; raise --device-limit (" in first
     assert "; set ctx-size = " in first
+    assert first.endswith(
+        "; a static estimate, an upper bound: the exact one (router estimate --exact) decides, as at a load"
+    )
     assert last.startswith("3 models, no fault: ")
     assert main(["check", *options, "--json", "--device-limit", f"cpu={limit}"]) == 4
     assert json.loads(capsys.readouterr().out)["does_not_fit"] == {"large": first}
@@ -491,6 +494,12 @@ def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys
     assert (code, said["source"], said["context"]) == (0, "exact", static["context"])
     assert 0.25 * static["total"] < said["total"] < static["total"], "both are of a forked worker"
     assert said["forked"]
+    between = (static["total"] + said["total"] >> 21) + SHARED
+    words += ["--state-dir", str(tmp_path / "new"), "--models-memory-margin", "0", "--device-limit", f"cpu={between}"]
+    assert main(["estimate", *words]) == 4
+    assert "the exact one (router estimate --exact) decides" in capsys.readouterr().out
+    assert estimate(capsys, *words, "--exact")[0] == 0
+    words = words[:5]
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [9 << 30])
     limit = (weighed.total >> 20) + 8 + SHARED
     code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}", "--models-memory-margin", "0")
