@@ -366,7 +366,8 @@ class FakeLauncher:
         return self.fork_server and program.forks
 
     async def will_fork(self, program: Program) -> bool:
-        await self._take(0.0, "imports", "")
+        if gate := self._gates.get("imports"):
+            await gate.wait()
         return self.forks(program)
 
     async def refresh(self) -> Sequence[Reading]:

@@ -279,6 +279,27 @@ async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     assert world.fleet.models["b"].failure is None
 
 
+async def test_a_model_that_is_requested_before_the_fork_server_is_warm_is_estimated_as_a_forked_worker() -> None:
+    world = forking(a=model())
+    world.launcher.fork_server = False
+    world.launcher.hold("imports")
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(5)
+    assert "start a" not in world.journal
+    world.launcher.fork_server = True
+    world.launcher.release("imports")
+    await asking
+    assert world.costs("a").forked
+
+
+async def test_a_load_goes_on_without_a_fork_server_that_does_not_end_its_imports() -> None:
+    world = forking(a=model())
+    world.launcher.fork_server = False
+    world.launcher.hold("imports")
+    await world.ask("a")
+    assert not world.costs("a").forked
+
+
 def forking_only() -> Schedule:
     """A model on a device that holds it only if it is forked. The fork server is not warm yet."""
     keys = {"a": {"parallel": 3}}
