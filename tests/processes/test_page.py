@@ -1,17 +1,24 @@
 """The page at /, as a browser asks for it."""
 
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 
+import router
 from router.config.api_keys import ApiKey, digest
 from router.config.settings import Settings
 from router.registry.auth import Access
 from tests.processes.upstreams import unasked, world
 
+UI = Path(router.__file__).parent / "ui"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -31,6 +38,30 @@ async def test_a_browser_gets_a_page_and_other_clients_get_json(tmp_path: Path) 
             assert (await client.get("/", headers=accept)).json()["message"].startswith("the router is running")
         again = await client.get("/", headers={**BROWSER, "If-None-Match": page.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page is JavaScript, and node is not here")
+@pytest.mark.parametrize(
+    ("cache", "shown"),
+    [
+        (
+            {"least": (256, 1), "granted": (1024, 4), "most": (4096, 16)},
+            ["granted 1,024 tokens, 4 MiB", "least 256 tokens, 1 MiB", "most 4,096 tokens, 16 MiB"],
+        ),
+        ({"least": (256, 1), "granted": (256, 1), "most": (256, 1)}, ["granted 256 tokens, 1 MiB"]),
+        ({"least": (256, 1), "granted": None, "most": (512, 2)}, ["least 256 tokens, 1 MiB", "most 512 tokens, 2 MiB"]),
+        (None, []),
+    ],
+)
+def test_the_page_shows_least_granted_and_most_of_the_kv_cache(cache: Any, shown: list[str]) -> None:
+    sizes = cache and {name: size and {"tokens": size[0], "mib": size[1]} for name, size in cache.items()}
+    [function] = re.findall(r"^function cacheOf.*?^}$", (UI / "page.js").read_text(), re.DOTALL | re.MULTILINE)
+    program = (
+        "const made = (tag, text) => ({ text, lines: [], append(line) { this.lines.push(line.text); } });"
+        f"{function}; console.log(JSON.stringify(cacheOf({json.dumps({'kv_cache': sizes})}).lines));"
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == shown
 
 
 async def test_the_page_is_made_of_what_this_server_has_and_of_nothing_else(tmp_path: Path) -> None:
