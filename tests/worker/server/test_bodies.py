@@ -4,7 +4,7 @@ import asyncio
 import functools
 import re
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from tests.worker.serving import chat, serving, tokenizer
 from worker.api import ollama, openai
 from worker.engines.transformers.load import lora
 from worker.errors import InvalidValue, RequestError
+from worker.prompt.chat_template import Conversation
 from worker.prompt.text_limits import TextLimit
 from worker.server.bodies import LARGE, LargeBodies
 
@@ -132,6 +133,31 @@ async def test_all_texts_of_a_request_have_a_bound_together() -> None:
     limit = TextLimit(4096, "input")
     with pytest.raises(InvalidValue, match="input has more than 1048576 tokens in all; send its texts in several"):
         await made.encode(["a b c d " * 500] * 1000, limit)
+
+
+async def passes_of_the_loop(work: Coroutine[Any, Any, Any]) -> int:
+    """Run `work`; count how often the event loop comes round meanwhile."""
+    task, passes = asyncio.ensure_future(work), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        passes += 1
+    await task
+    return passes
+
+
+@pytest.mark.parametrize("kind", ["text", "pair", "chat"])
+async def test_the_event_loop_runs_while_a_long_text_is_tokenized_or_rendered(kind: str) -> None:
+    made, limit = model(), TextLimit(1 << 20, "prompt")
+    text = "hello world " * 20_000
+    conversation = Conversation(messages=[{"role": "user", "content": "hello"}] * 40_000, variables={})
+    work: dict[str, Coroutine[Any, Any, Any]] = {
+        "text": made.encode([text], limit),
+        "pair": made.encode_pairs("hi", [text], limit),
+        "chat": made.render(conversation, limit),
+    }
+    for other in work.keys() - {kind}:
+        work[other].close()
+    assert await passes_of_the_loop(work[kind]) > 10, "the loop stood still"
 
 
 LONG_VALUES: dict[str, Callable[[], Awaitable[Any]]] = {
