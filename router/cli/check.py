@@ -34,7 +34,7 @@ from router.store.catalogue import find_snapshot
 from worker.protocol.architectures import LIBRARIES, scoring_fault
 from worker.protocol.memory import COMPILER_STACK_BYTES, MAX_GRAMMAR_LENGTH
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
-from worker.protocol.snapshot_files import QUANTIZE_CONFIG, is_of_tokenizer
+from worker.protocol.snapshot_files import is_of_tokenizer, quantization_beside
 from worker.protocol.vocabulary import vocabulary_fault
 
 
@@ -172,8 +172,8 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
 
 def _quantization(folder: str) -> tuple[str, int, int]:
     """Return the method in the files of a model, as `checkpoint_facts.quantization`."""
-    config, beside = (checkpoint.json_object(Path(folder) / name) for name in ("config.json", QUANTIZE_CONFIG))
-    return quantization(with_quantization(config, beside))
+    config = checkpoint.json_object(Path(folder) / "config.json")
+    return quantization(with_quantization(config, quantization_beside(Path(folder))))
 
 
 def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:

@@ -17,10 +17,11 @@ from worker.protocol.snapshot_files import (
     INDEX,
     MAX_HEADER_BYTES,
     NO_GGUF,
-    QUANTIZE_CONFIG,
+    QUANTIZE_CONFIGS,
     WEIGHTS,
     is_below,
     shard_names,
+    single_weights,
 )
 
 HUB = "https://huggingface.co"
@@ -30,7 +31,7 @@ MAX_SMALL = 64 << 20
 
 _SMALL = frozenset({
     "config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "modules.json",
-    "sentence_bert_config.json", QUANTIZE_CONFIG, INDEX,
+    "sentence_bert_config.json", *QUANTIZE_CONFIGS, INDEX,
 })  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
     known = set(names)
     index = folder / INDEX
     try:
-        parts = set(shard_names(index.read_bytes())) if index.is_file() else {WEIGHTS}
+        parts = set(shard_names(index.read_bytes())) if index.is_file() else {single_weights(known)}
     except ValueError as error:
         raise RemoteError(f"{INDEX} of {repo} {error}; choose another revision") from None
     if missing := sorted(parts - known):

@@ -40,11 +40,12 @@ from worker.protocol.snapshot_files import (
     INDEX,
     MAX_HEADER_BYTES,
     NO_GGUF,
-    QUANTIZE_CONFIG,
     TORCH_DTYPES,
     WEIGHTS,
     is_below,
+    quantization_beside,
     shard_names,
+    single_weights_in,
 )
 
 _BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "8_E4M3": 8, "8_E5M2": 8, "8_E8M0": 8, "OOL": 8}
@@ -262,7 +263,7 @@ def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, A
     config = read_json(folder / "config.json")
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
-    config = with_quantization(config, json_object(folder / QUANTIZE_CONFIG))
+    config = with_quantization(config, quantization_beside(folder))
     try:
         config = merge(config, json.loads(override)) if override else config
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -291,7 +292,7 @@ def _weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]
         if missing:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
         return files
-    single = folder / single_name
+    single = single_weights_in(folder) if single_name == WEIGHTS else folder / single_name
     return [single] if single.is_file() else []
 
 

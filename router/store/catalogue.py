@@ -34,6 +34,7 @@ from worker.protocol.snapshot_files import (
     OLD_LAYOUT,
     WEIGHTS,
     shard_names,
+    single_weights_in,
 )
 
 
@@ -185,8 +186,8 @@ def missing(folder: Path) -> str:
             return _missing_shard(folder, index)
         if _is_file(folder / single):
             return ""
-    # Weights of other names are not loaded, such as consolidated.safetensors and adapter_model.safetensors.
-    return WEIGHTS
+    # Weights of further names are not loaded, such as consolidated.safetensors and adapter_model.safetensors.
+    return "" if _is_file(single_weights_in(folder)) else WEIGHTS
 
 
 def _missing_shard(folder: Path, index: str) -> str:

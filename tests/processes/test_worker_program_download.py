@@ -119,6 +119,16 @@ def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None
     assert [event.done for event in progress] == sorted(event.done for event in progress)
 
 
+def test_weights_with_the_name_that_autogptq_gave_them_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    weights = "gptq_model-4bit-128g.safetensors"
+    repo = publish(hub, "gptq", **{weights: MODEL["model.safetensors"], "quantize_config.json": b'{"bits": 4}'})
+    (hub.root / "files" / "gptq" / "model.safetensors").unlink()
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    names = sorted(path.name for path in snapshot.iterdir())
+    assert names == ["config.json", weights, "quantize_config.json", "tokenizer.json"]
+    assert succeed(hub, tmp_path, repo, HF_HUB_OFFLINE="1")[0] == snapshot
+
+
 def test_only_the_two_files_of_an_adapter_are_fetched(hub: Hub, tmp_path: Path) -> None:
     files = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": safetensors(5000, seed=7)}
     repo = publish(hub, "adapter", **files)

@@ -37,6 +37,7 @@ from worker.protocol.snapshot_files import (
     OLD_LAYOUT,
     WEIGHTS,
     shard_names,
+    single_weights,
 )
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,8 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
     if "config.json" not in listed:
         raise StartError(f"{repo} has no config.json{_other_format(listed)}")
     # The order of transformers: with an index and a single file, it loads the single one.
-    main = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if name in listed), "")
+    names = (WEIGHTS, INDEX, single_weights(listed), PICKLED, PICKLED_INDEX)
+    main = next((name for name in names if name in listed), "")
     if not main:
         pickles = sorted(path for path in listed if path.endswith(PICKLED_SUFFIXES))
         raise StartError(

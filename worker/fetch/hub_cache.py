@@ -22,7 +22,15 @@ from worker.fetch.disk_reservation import PARTIAL, reserved
 from worker.fetch.pickles import pickle_fault
 from worker.protocol.events import Exit
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, MAX_HEADER_BYTES, WEIGHTS, is_of_tokenizer, shard_names
+from worker.protocol.snapshot_files import (
+    ADAPTER_FILES,
+    INDEX,
+    MAX_HEADER_BYTES,
+    WEIGHTS,
+    is_of_tokenizer,
+    shard_names,
+    single_weights_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +95,10 @@ class RepoCache:
         Raises StartError for pickled weights that need more than tensors. They are not removed, since another download
         would bring the same.
         """
-        needed, weights = "config.json", [WEIGHTS]
-        present = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if (snapshot / name).exists()), "")
+        single = single_weights_in(snapshot).name
+        needed, weights = "config.json", [single]
+        names = (WEIGHTS, INDEX, single, PICKLED, PICKLED_INDEX)
+        present = next((name for name in names if (snapshot / name).exists()), "")
         if adapter:
             needed, weights = ADAPTER_FILES[0], list(ADAPTER_FILES[1:])
         elif present == PICKLED:
@@ -98,7 +108,7 @@ class RepoCache:
                 weights = shard_names((snapshot / present).read_bytes())
             except (OSError, ValueError) as error:
                 return {present: f"{present} {error}"}
-        check = safetensors_fault if adapter or present in (WEIGHTS, INDEX) else pickle_fault
+        check = safetensors_fault if adapter or present in (single, INDEX) else pickle_fault
         faults = {} if (snapshot / needed).exists() else {needed: f"{needed} is missing"}
         for name in weights:
             path = snapshot / name

@@ -12,6 +12,7 @@ from typing import Any
 
 from worker.protocol.architectures import OFFSET_POSITIONS, POSITION_KEYS
 
+_OF_AUTOAWQ = {"w_bit": "bits", "q_group_size": "group_size"}  # members that transformers has by another name
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")  # nested language models
 FULL = "full_attention"
 # Old names: the kind of layers that they describe, and their name in `rope_parameters`.
@@ -33,14 +34,16 @@ _OF_YARN = ("yarn-orig-ctx", "yarn-attn-factor", *_BETAS)
 def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the quantization in `quantization_config`, the only place that transformers reads.
 
-    compressed-tensors first wrote `compression_config`. `beside`: the content of quantize_config.json, which counts if
+    compressed-tensors first wrote `compression_config`. `beside`: that of `quantization_beside`, which counts if
     config.json states no quantization, as in gptqmodel. A quantization in the config of the language model is not
     taken: for transformers it would be that of the vision tower, too.
     """
     if config.get("quantization_config"):
         return dict(config)
     stated, method = config.get("compression_config"), "compressed-tensors"
-    if not stated and "bits" in beside:  # a file of this name by transformers.js describes ONNX files, without bits
+    if not stated and "w_bit" in beside:
+        stated, method = {_OF_AUTOAWQ.get(name, name): value for name, value in beside.items()}, "awq"
+    elif not stated and "bits" in beside:  # a file of transformers.js describes ONNX files, without bits
         stated, method = beside, "gptq"
     if not isinstance(stated, Mapping) or not stated:
         return dict(config)

@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 # The file of a model's weights, and the index if there are several files.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-QUANTIZE_CONFIG = "quantize_config.json"  # of AutoGPTQ: the quantization, where config.json does not state it
+_OF_AUTOGPTQ = re.compile(r"gptq_model-\w+-+\w+\.safetensors")  # the name that old versions give to the file of weights
+# Files of AutoGPTQ and AutoAWQ with the quantization, where config.json does not state it.
+QUANTIZE_CONFIGS = ("quantize_config.json", "quant_config.json")
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of the reference implementation
 # torch's names of the types in the header of a safetensors file.
 TORCH_DTYPES: Mapping[str, str] = {
@@ -30,6 +35,43 @@ IN_OLD_LAYOUT = (
 
 # Suffix of an unfinished folder of a conversion. Its process holds a lock (flock) on the folder of all conversions.
 PART = ".part"
+
+
+def single_weights(names: Iterable[str]) -> str:
+    """The file of the weights among the files of a snapshot without an index; "model.safetensors" if there is none."""
+    found = set(names)
+    others = sorted(filter(_OF_AUTOGPTQ.fullmatch, found))
+    return others[0] if others and WEIGHTS not in found else WEIGHTS
+
+
+def single_weights_in(folder: Path) -> Path:
+    """As `single_weights`, of the files in a folder."""
+    return folder / single_weights(path.name for path in folder.glob("*.safetensors"))
+
+
+def quantization_beside(folder: Path) -> dict[str, Any]:
+    """The quantization in files beside config.json. Empty without such a file, and for one that was left beside weights
+    that are not quantized."""
+    for name in QUANTIZE_CONFIGS:
+        try:
+            stated = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(stated, dict) and _is_packed(folder):
+            return stated
+    return {}
+
+
+def _is_packed(folder: Path) -> bool:
+    """True if the weights have the tensors of GPTQ and AWQ, or none are here in this format."""
+    try:
+        if (folder / INDEX).is_file():
+            return b'.qweight"' in (folder / INDEX).read_bytes()
+        with single_weights_in(folder).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return b'.qweight"' in file.read(min(length, MAX_HEADER_BYTES))
+    except OSError:
+        return True
 
 
 def shard_names(index: bytes) -> list[str]:

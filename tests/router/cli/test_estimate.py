@@ -397,6 +397,8 @@ def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: Hub, tmp
 
 def test_the_skeleton_has_a_quantization_that_is_not_in_config_json(hub: Hub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "gptq")
+    (folder / "model.safetensors").unlink()
+    write_weights(folder / "gptq_model-4bit--1g.safetensors", {"model.layers.0.mlp.qweight": ("I32", [8, 128])})
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
     hub_headers.skeleton("org/gptq", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.address})
     found = checkpoint.read(tmp_path / "spare")

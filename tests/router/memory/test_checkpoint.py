@@ -16,6 +16,7 @@ import torch
 from router.config.presets import Preset
 from router.memory.checkpoint import meta, modalities, offered, read
 from router.memory.checkpoint_facts import Linears, Part, Tally, UnknownCheckpoint
+from router.store import catalogue
 from tests import tiny
 from tests.pickled import pickle_weights, poison
 from tests.sparse import SIZES, Tensors, write_weights
@@ -213,8 +214,35 @@ def test_quantize_config_json_counts_where_config_json_states_no_quantization(tm
     assert (facts.quantization, facts.bits, facts.group) == ("gptq", 8, 64)
     override = '{"quantization_config": {"quant_method": "awq"}}'
     assert read(folder, override=override).quantization == "awq"
+    (folder / "quantize_config.json").rename(folder / "quant_config.json")
+    (folder / "quant_config.json").write_text('{"w_bit": 4, "q_group_size": 128, "version": "GEMM"}')
+    facts = read(folder)
+    assert (facts.quantization, facts.bits, facts.group) == ("awq", 4, 128)
     stated = {"quant_method": "gptq", "bits": 4}
     assert read(snapshot(tmp_path, tensors=TENSORS, quantization_config=stated)).bits == 4
+
+
+def test_a_quantize_config_that_was_left_beside_plain_weights_does_not_count(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path / "whole")
+    index = {"weight_map": dict.fromkeys(TENSORS, "model-1.safetensors")}
+    parts = snapshot(tmp_path / "parts")
+    (parts / "model.safetensors").rename(parts / "model-1.safetensors")
+    (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+    for each in (folder, parts):
+        before = read(each)
+        (each / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+        assert read(each) == before
+        assert not before.quantization
+
+
+def test_weights_may_have_the_name_that_autogptq_gave_them(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, tensors={**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])})
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    before = read(folder)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
+    found = read(folder)
+    assert (found.quantization, replace(found, identity=before.identity)) == ("gptq", before)
+    assert catalogue.missing(folder) == ""
 
 
 def test_compression_config_is_quantization_config(tmp_path: Path) -> None:

@@ -193,6 +193,12 @@ def test_a_quantize_config_of_onnx_files_states_no_quantization() -> None:
     assert with_quantization(LLAMA, {"bits": 4})["quantization_config"] == {"quant_method": "gptq", "bits": 4}
 
 
+def test_the_members_of_autoawqs_file_are_those_of_transformers() -> None:
+    found = with_quantization(LLAMA, {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"})
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "GEMM"}
+    assert found["quantization_config"] == stated
+
+
 def test_a_compression_config_of_zeros_alone_states_no_quantization() -> None:
     """llm-compressor writes it for a pruned model, whose weights are stored like any others."""
     sparsity = {"sparsity_config": {"format": "dense", "global_sparsity": 0.5}}

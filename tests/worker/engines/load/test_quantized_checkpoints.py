@@ -57,9 +57,9 @@ async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(
     assert reported[0] == reported[1] == reported[2]
 
 
-@pytest.mark.parametrize("method", [_method("pack-quantized"), _method("gptq")])
+@pytest.mark.parametrize("method", [_method("pack-quantized"), _method("gptq"), _method("awq")])
 async def test_a_checkpoint_that_states_its_quantization_elsewhere_is_loaded_alike(tmp_path: Path, method: str) -> None:
-    """As compressed-tensors wrote it first, and as AutoGPTQ did, which does not name its method."""
+    """As compressed-tensors wrote it first, and as AutoGPTQ and AutoAWQ did, which do not name their method."""
     folder = quantized_snapshots.make(method, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     before = estimate.estimate(Estimate(snapshot=str(folder), ctx_size=64))
@@ -68,6 +68,10 @@ async def test_a_checkpoint_that_states_its_quantization_elsewhere_is_loaded_ali
         del stated["quant_method"]
         stated |= {"model_name_or_path": None, "model_file_base_name": "model", "true_sequential": True}
         (folder / "quantize_config.json").write_text(json.dumps(stated), "utf-8")
+        (folder / "model.safetensors").rename(folder / f"gptq_model-4bit-{quantized_snapshots.GROUP}g.safetensors")
+    elif method == "awq":
+        stated = {"w_bit": 4, "q_group_size": quantized_snapshots.GROUP, "zero_point": True, "version": "GEMM"}
+        (folder / "quant_config.json").write_text(json.dumps(stated), "utf-8")
     else:
         config["compression_config"] = stated
     (folder / "config.json").write_text(json.dumps(config), "utf-8")

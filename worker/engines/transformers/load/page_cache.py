@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import INDEX, shard_names, single_weights_in
 
 STRETCH = 16 << 20  # bytes that one thread reads at a time
 # Threads that read files that are not cached. Measured on 2.3 GB of a virtual disk: 1.6 GB/s with one, 2.9 with four.
@@ -103,7 +103,7 @@ def _have_cached(part: tuple[Path, int, int]) -> None:
 
 def _parts(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
     """Parts of all weight files: path, offset and length."""
-    names = [WEIGHTS]
+    names = [single_weights_in(snapshot).name]
     with suppress(OSError, ValueError):
         names = shard_names((snapshot / INDEX).read_bytes())
     for path in (snapshot / name for name in names):

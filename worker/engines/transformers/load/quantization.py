@@ -164,6 +164,8 @@ def load(
     elif found == "gptq" and device.type == "cpu" and not is_fused(settings):
         config = copy.deepcopy(config)  # the default backend picks kernels without support for these groups or bits
         config.quantization_config = {**settings, "backend": "torch"}
+    if len(files) == 1 and settings:
+        config.transformers_weights = files[0].path.name  # another name than transformers expects (`single_weights`)
     try:
         model, info = cls.from_pretrained(
             source, config=config, dtype=dtype, device_map=dict(devices), output_loading_info=True, **given

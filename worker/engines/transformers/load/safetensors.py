@@ -24,7 +24,14 @@ from worker.engines.transformers.load.page_cache import READERS, STRETCH, cached
 from worker.errors import StartError
 from worker.protocol.events import Exit
 from worker.protocol.pickled_weights import PICKLED_SUFFIXES
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, TORCH_DTYPES, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import (
+    INDEX,
+    MAX_HEADER_BYTES,
+    TORCH_DTYPES,
+    WEIGHTS,
+    shard_names,
+    single_weights_in,
+)
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_DTYPES.items()}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # names of torch's types in the format
@@ -50,8 +57,9 @@ def files(snapshot: Path) -> list[Path]:
                 Exit.DAMAGED,
             )
         return [snapshot / name for name in names]
-    if (snapshot / WEIGHTS).is_file():
-        return [snapshot / WEIGHTS]
+    single = single_weights_in(snapshot)
+    if single.is_file():
+        return [single]
     if any(next(snapshot.glob(f"*{suffix}"), None) for suffix in PICKLED_SUFFIXES):
         raise StartError(
             f"{snapshot} has pickled weights only, which are converted before a load; this conversion has failed, or"

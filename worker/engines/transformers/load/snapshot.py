@@ -25,7 +25,7 @@ from worker.protocol import model_config, tekken
 from worker.protocol.architectures import GENERATES, VERIFIED, VISION, scoring_fault
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
-from worker.protocol.snapshot_files import QUANTIZE_CONFIG, is_of_tokenizer
+from worker.protocol.snapshot_files import is_of_tokenizer, quantization_beside
 
 
 def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
@@ -99,9 +99,7 @@ def load_config(options: ModelOptions) -> Any:
         raise StartError(
             f"{path} is damaged: {cuda_errors.one_line(error)}; download it again", Exit.DAMAGED
         ) from error
-    if not stored.get("quantization_config"):
-        beside = sentence_transformers_config.read_json(folder / QUANTIZE_CONFIG)
-        stored = model_config.with_quantization(stored, beside)
+    stored = model_config.with_quantization(stored, quantization_beside(folder))
     override = _object(options.config_override, "config-override")
     merged = model_config.merge(stored, override)
     kind = str(merged.get("model_type", ""))
