@@ -6,7 +6,7 @@ The request's fields distinguish the two; where they do not, one answer serves b
 from collections.abc import Sequence
 from typing import Any
 
-from worker.api.call import JsonAnswer
+from worker.api.call import JsonAnswer, check_texts
 from worker.api.openai import chat_prompt_tokens
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
@@ -43,6 +43,7 @@ async def _of_content(body: Json, model: ServedModel) -> JsonAnswer:
     with_pieces = fields.flag("with_pieces") or False
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     pieces = content if isinstance(content, list) else [content]
+    check_texts("content", pieces)
     tokens = await model.encode_pieces(
         pieces, model.count_limit("content"), add_special=add_special, parse_special=parse_special is not False
     )

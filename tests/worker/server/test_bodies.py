@@ -184,6 +184,21 @@ async def test_a_long_value_that_is_rejected_takes_no_memory(name: str) -> None:
     assert peak < 4 << 20
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[5, *["a"] * 2049]], "truncate_prompt_tokens": 5}),
+        ("/v1/completions", {"prompt": [[5, *["a"] * 20]] * 200}),
+        ("/tokenize", {"content": ["a"] * 2049}),
+    ],
+)
+async def test_the_texts_between_token_ids_have_a_limit(path: str, body: dict[str, Any]) -> None:
+    """Each takes as long as a text of a hundred bytes."""
+    async with serving(FakeEngine(tokenizer(), ctx_size=8192)) as world:
+        status, _, answer = await world.post(path, body)
+    assert (status, "at most 2048 texts between token ids" in str(answer)) == (400, True), answer
+
+
 # Bodies
 
 
