@@ -33,6 +33,9 @@ def parse(body: bytes | bytearray) -> Json:
 
     orjson is strict: it rejects NaN, infinities, invalid UTF-8 and lone surrogates. It parses 1024 levels but
     serializes 254, and client input is serialized again in answers that repeat it and in grammars.
+
+    Not for a thread: orjson keeps the interpreter lock there, too, and glibc keeps the memory that another thread
+    allocated (`malloc_trim` does not trim the top of its arena).
     """
     # Most bodies need no exact count: marks inside of their texts are few.
     if _has_too_many(body) and _has_too_many(_outside_strings(body)):

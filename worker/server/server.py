@@ -46,7 +46,7 @@ from worker.protocol.routes import (
 )
 from worker.protocol.streams import stream
 from worker.server import listen
-from worker.server.bodies import LARGE, MAX_BODY_BYTES, LargeBodies, read
+from worker.server.bodies import MAX_BODY_BYTES, LargeBodies, read
 from worker.server.exchange import (
     DIALECT,
     ID,
@@ -342,8 +342,7 @@ class Server:
 async def _body(request: web.Request) -> Json:
     """The JSON object of the request, with the name of the model even if the request has it elsewhere. Raises
     RequestError."""
-    content = await read(request)
-    body = parse(content) if len(content) < LARGE else await asyncio.to_thread(parse, content)
+    body = parse(await read(request))
     name = request.headers.get(MODEL_HEADER, "")
     if name and body.get("model") is None:
         body["model"] = unquote(name)
