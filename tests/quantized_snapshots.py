@@ -143,12 +143,12 @@ _MXFP4 = {
 METHODS = (*_METHODS, "mxfp4")
 
 
-def make(method: str, folder: Path, dtype: str = "bfloat16", **sizes: Any) -> Path:
+def make(method: str, folder: Path, dtype: str = "bfloat16", family: str = "llama", **sizes: Any) -> Path:
     """The quantized snapshot; `plain` beside it has the same numbers in float32. `dtype`: of what is not quantized."""
     if method == "mxfp4":
         return _mixture(folder, dtype, **sizes)
     pack, _ = _METHODS[method]
-    tiny.make("llama", folder, **{**SIZES, **sizes}, dtype=dtype)
+    tiny.make(family, folder, **{**SIZES, **sizes}, dtype=dtype)
     found: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(folder).items():

@@ -171,9 +171,12 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
     try:
         yield
     except (NotImplementedError, UnsupportedCache) as error:
+        # On accelerators, transformers does not compute fp8 experts with the scales of activations that files state.
+        is_static = "activation_scheme" in str(error)
+        remedy = "take a checkpoint with dynamic activations" if is_static else "serve it with another program"
         raise StartError(
             f"architecture {config.model_type!r} cannot be served by this engine: {cuda_errors.one_line(error)};"
-            " serve it with another program"
+            f" {remedy}"
         ) from error
     except ImportError as error:  # of a kernel that a library loads in the first step
         raise StartError(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
@@ -10,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -17,6 +19,7 @@ from router.memory.segments import compute_bytes, weight_bytes
 from tests import quantized_snapshots
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
+from worker.engines.transformers import load_generator
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader, quantization
 from worker.engines.transformers.load.layer_split import LayerSplit
@@ -26,7 +29,7 @@ from worker.errors import StartError
 from worker.estimate import estimate
 from worker.estimate.largest_steps import GenerationSteps
 from worker.protocol.architectures import LIBRARIES
-from worker.protocol.argv import Estimate
+from worker.protocol.argv import Estimate, Serve
 
 
 def _method(name: str) -> Any:
@@ -93,6 +96,26 @@ def test_a_quantized_checkpoint_without_a_tensor_is_refused(tmp_path: Path, meth
     safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartError, match=rf"the files lack what \w+ needs: .*{layer}"):
         load(folder, parallel=2, ctx_size=64, dtype="float32")
+
+
+@pytest.mark.parametrize("method", [_method("gptq"), _method("awq")])
+def test_a_mixture_whose_experts_are_quantized_one_by_one_is_refused(tmp_path: Path, method: str) -> None:
+    folder = quantized_snapshots.make(method, tmp_path / "m", family="qwen3_moe")
+    fact = rf"each of them quantized with {method} \(model\.layers\.0\.mlp\.experts\.0\."
+    with pytest.raises(StartError, match=rf"{fact}.*; take one that is quantized with fp8 or mxfp4"):
+        load(folder, parallel=2, ctx_size=64, dtype="float32")
+
+
+def test_fp8_experts_with_static_activations_have_a_remedy() -> None:
+    """transformers refuses them in the first step on an accelerator."""
+    experts: Any = SimpleNamespace(activation_scheme="static")
+    loaded: Any = None
+    options = Serve(snapshot="", listen="")
+    with (
+        pytest.raises(StartError, match=r"'mixtral' cannot be served .*; take a checkpoint with dynamic activations"),
+        load_generator._start_errors(loaded, transformers.MixtralConfig(), options, 64),
+    ):
+        fp8_grouped_mm_experts_forward(experts, *[torch.empty(0)] * 3)
 
 
 def test_an_fp8_checkpoint_with_scales_of_another_name_is_refused(tmp_path: Path) -> None:

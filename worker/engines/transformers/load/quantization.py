@@ -23,6 +23,7 @@ from worker.protocol.architectures import (
     DEQUANTIZED,
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_WITHOUT,
+    EXPERT,
     FUSED_GROUPS,
     LIBRARIES,
     SCALE,
@@ -176,6 +177,13 @@ def load(
         raise StartError(
             f"transformers cannot load this {found} checkpoint here: {cuda_errors.one_line(error)}"
         ) from error
+    experts = sorted(name for name in info["unexpected_keys"] if EXPERT.search(name))
+    if found in ("gptq", "awq") and experts:
+        raise StartError(
+            "transformers computes the experts of a layer in one tensor, and this checkpoint has each of them"
+            f" quantized with {found} ({experts[0]}); take one that is quantized with fp8 or mxfp4, or one that is not"
+            " quantized"
+        )
     unread = sorted(name for name in info["unexpected_keys"] if name.endswith(".weight_scale"))
     if found == "fp8" and unread:
         raise StartError(
