@@ -299,7 +299,8 @@ class Preset:
                    | dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
                    dict.fromkeys(("draft-eagle3", "draft-dflash", "draft-dspark"),
                                  "write model-draft, or use ngram-simple")),
-            SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
+            SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text",
+            switches={"spec-default": ("ngram-simple", "none")})
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
             "a small model of the same vocabulary that drafts, for models on one device without states and encoder",
             unset="none", own=True, path=True,
