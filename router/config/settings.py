@@ -101,8 +101,18 @@ def lmi_model(text: str) -> tuple[tuple[str, ...], str]:
 
 
 @dataclass(frozen=True)
+class _Addresses(Text):
+    """Addresses, separated by commas. An IPv6 address may be in brackets, as in a URL."""
+
+    hint: str = "ADDRESS"
+
+    def read(self, text: str) -> str:
+        return _IN_BRACKETS.sub(r"\1", text)
+
+
+@dataclass(frozen=True)
 class _Hosts(Names):
-    """Names of hosts. An IPv6 address may be in brackets, as in a URL."""
+    """Names of hosts. An IPv6 address may be in brackets, too."""
 
     pattern: str = r"\*|(?:\*\.)?[A-Za-z0-9.-]+|[0-9A-Fa-f:.]+"
     complaint: str = "is no host name"
@@ -200,7 +210,7 @@ class Settings:
             unset="0; 4 if the margin is 0",  # None: see `workers_at_once`
             also=("--limit-worker-concurrency", "--limit"), env=("LLAMA_ARG_MODELS_MAX",))
 
-    host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
+    host: str = option("127.0.0.1", _Addresses(), HTTP,
             "addresses to listen on, separated by commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
     port: int = option(8080, Integer(0, 65535), HTTP, "0: any free one", env=("LLAMA_ARG_PORT",))
     api_prefix: str = option("", Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), HTTP,

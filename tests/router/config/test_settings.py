@@ -46,6 +46,7 @@ def test_without_flags_the_defaults_apply() -> None:
         ("models-memory-margin", "cuda:0=2048,cpu=4GiB", {"": 1024 * MIB, "cuda:0": 2048 * MIB, "cpu": 4096 * MIB}),
         ("device-limit", "cuda:0=90%,cpu=6000", {"cuda:0": DeviceShare(0.9), "cpu": 6000 * MIB}),
         ("host", "::1", "::1"),
+        ("host", "127.0.0.1,[::1]", "127.0.0.1,::1"),
         ("host", "/run/router.sock", "/run/router.sock"),
         ("api-key", "a,b", ("a", "b")),
         ("timeout", "0", 0.0),
