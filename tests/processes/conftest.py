@@ -1,10 +1,13 @@
-"""Routers that all tests of one pytest process share. A test gives one its own models with `Router.serve`."""
+"""Routers that all tests of one pytest process share. A test gives one its own models with `Router.serve`. A journal of
+fake workers is a test's own."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tests.fakes import Journal
 from tests.processes.hubs import Hub, running_hub
 from tests.processes.routers import SECRET, Router, shared_router
 
@@ -41,3 +44,9 @@ async def real(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     async with shared_router(folder, "--fork-server", *registrations, environ=environ) as running:
         await running.says("is warm")
         yield running
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    with Journal(tmp_path / "journal") as found:
+        yield found

@@ -67,6 +67,11 @@ class ForkingLauncher(LocalLauncher):
         return replace(program, env={}), replace(command, snapshot=str(folder))
 
 
+def is_there(pid: int) -> bool:
+    """True if there is such a process, if only as a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
 def parent(pid: int) -> int:
     """The parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

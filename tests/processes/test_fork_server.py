@@ -135,9 +135,15 @@ def hanging_up() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hanging_up")
 async def test_exec_and_fork_look_the_same() -> None:
-    """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
+    """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments. Each worker
+    draws random numbers of its own, and a command line may be larger than a packet."""
     async with warm_fork_server(OWN_VARIABLE="secret") as fork_server:
         by_fork, by_exec = await facts(await forked(fork_server)), await facts(executed())
+        drawn = [*by_fork["random_numbers"], *(await facts(await forked(fork_server)))["random_numbers"]]
+        assert len(set(drawn)) == 4
+        argv = [*estimate(fork_server.pid), f"--config-override={'x' * 900_000}"]
+        large = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+        assert (await facts(large))["argv"] == argv
     assert by_fork["argv"] == estimate(fork_server.pid)
     assert f"--parent-pid={fork_server.pid}" in by_fork["cmdline"]
     assert "--orders" not in by_fork["cmdline"]
@@ -148,29 +154,6 @@ async def test_exec_and_fork_look_the_same() -> None:
     assert by_fork["descriptors"] == ["pipe", "pipe", "pipe"]
     assert by_fork["environ"] == {name: value for name, value in ENV.items() if name != "FLEET_WORKER"}
     assert by_fork["oom after"] > by_fork["oom"]
-
-
-async def test_workers_draw_different_random_numbers() -> None:
-    async with warm_fork_server() as fork_server:
-        drawn = [number for _ in range(3) for number in (await facts(await forked(fork_server)))["random_numbers"]]
-    assert len(set(drawn)) == 6
-
-
-async def test_a_command_line_larger_than_a_packet_arrives_whole() -> None:
-    async with warm_fork_server() as fork_server:
-        argv = [*estimate(fork_server.pid), f"--config-override={'x' * 900_000}"]
-        child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-        assert (await facts(child))["argv"] == argv
-
-
-async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None:
-    """The fork server lives on, so no signal of the kernel ends the worker."""
-    async with warm_fork_server() as fork_server:
-        async with asyncio.timeout(DEADLINE):
-            child = await staying(fork_server)
-            cut(child)
-            assert await child.exited == Exit.ORPHANED
-        assert not fork_server.child.exited.done()
 
 
 async def test_an_error_at_the_start_of_a_forked_worker_is_in_its_log() -> None:
@@ -240,12 +223,6 @@ async def launcher(tmp_path: Path) -> AsyncIterator[ForkingLauncher]:
         yield found
 
 
-@pytest.fixture
-async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
-    with Journal(tmp_path / "journal") as found:
-        yield found
-
-
 @asynccontextmanager
 async def serving(launcher: LocalLauncher, number: int = 1, **wrong: Any) -> AsyncIterator[LocalWorker]:
     command = Serve(snapshot="/", listen="", name="m")
@@ -292,7 +269,7 @@ async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: F
 
 
 async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
-    """Exits of its children are seen without it. It reaps them when it goes on."""
+    """Exits of its children are seen without it, also of one whose stdin has ended. It reaps them when it goes on."""
     async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
         healthy, killed, orphaned = await staying(fork_server), await staying(fork_server), await staying(fork_server)
         stop(fork_server)

@@ -36,7 +36,7 @@ from tests.fakes import (
     fake_program,
 )  # fmt: skip
 from tests.processes.asking import asked, everything
-from tests.processes.forking import ForkingLauncher
+from tests.processes.forking import ForkingLauncher, is_there
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 
@@ -76,12 +76,6 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
 
 
-@pytest.fixture
-async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
-    with Journal(tmp_path / "journal") as found:
-        yield found
-
-
 def traces(folder: Path) -> list[str]:
     return [file.name for file in folder.iterdir() if file.name != "lock"]
 
@@ -115,10 +109,6 @@ async def lost_at_start(launcher: LocalLauncher, program: Program) -> WorkerLost
         async with serve(launcher, program):
             raise AssertionError("it got ready")
     return raised.value
-
-
-def is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 # Serving

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from router.launch.process import EVENT_BATCH_INTERVAL, LOG_BURST, Child, Lines, Log, Pipes, uncancelled
 from router.launch.process_table import adopt_orphans, end_orphans
 from tests.fakes import DEADLINE
+from tests.processes.forking import is_there
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Progress, RequestEnded
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -47,11 +48,6 @@ async def running(
     finally:
         await uncancelled(child.end())
         assert await end_orphans(child.pid, tag) == []
-
-
-def is_there(pid: int) -> bool:
-    """True if there is such a process, if only as a zombie."""
-    return Path(f"/proc/{pid}").exists()
 
 
 async def number(events: "asyncio.Queue[Event]") -> int:
