@@ -504,22 +504,6 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
         await nothing_runs(engine)
 
 
-async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: Path, model: Any) -> None:
-    def fault(batch: Batch, ahead: bool) -> None:
-        if len(batch) > 2 and min(each.sequence.output_tokens for each in batch) >= 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
-    async with serving(engine):
-        prompts = [(20 + index, 5, 6) for index in range(3)]
-        collected = await asyncio.gather(
-            *(complete_one(engine, each, max_tokens=12, prompt_logprobs=True) for each in prompts)
-        )
-        assert [each.tokens for each in collected] == [generated(model, prompt, 12) for prompt in prompts]
-        assert [len(each.prompt_logprobs) for each in collected] == [3, 3, 3], "reported once, although computed twice"
-        assert any(len(batch) > 2 for batch in runner.batches)
-
-
 async def test_a_request_whose_steps_run_out_of_memory_twice_fails_and_no_other(llama: Path, model: Any) -> None:
     asked = threading.Event()
 
