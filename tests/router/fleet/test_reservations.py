@@ -9,7 +9,6 @@ import pytest
 from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
-from router.fleet.load_cost import forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import MOST_SHARED_HEADROOM, resident_of
 from router.fleet.worker import EXCESS_BYTES, EXCESS_PATIENCE
@@ -419,15 +418,6 @@ async def test_a_learned_figure_never_refuses_a_model() -> None:
     raised = known.learned(costs.key)
     assert raised is not None
     assert raised.beside[0] < 20 * GIB, "measured once more, and lower"
-
-
-async def test_what_was_learned_can_be_dropped() -> None:
-    world = forking(a=model())
-    await world.ask("a")
-    costs = world.costs("a")
-    assert await forget_learned(world.presets["a"], world.fleet) == 1
-    assert world.fleet.learned_estimates.learned(costs.key) is None
-    assert await forget_learned(world.presets["a"], world.fleet) == 0
 
 
 async def test_accelerators_learn_the_peak_of_the_allocator_and_main_memory_only_until_ready() -> None:
