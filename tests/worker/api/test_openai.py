@@ -17,7 +17,7 @@ from worker.api.openai_replies import TextWriter
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnknownField, UnsupportedByModel
-from worker.interface import ChoiceTimings, Delta, GenerationRequest, SamplingParams
+from worker.interface import ChoiceTimings, Delta, GenerationRequest, Grammar, SamplingParams
 from worker.protocol.dialects.generation_fields import REASONING_BUDGETS
 
 # Parsing of bodies
@@ -101,19 +101,17 @@ TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *CHAT_FIELDS], ids=lambda each: str(each)[:40])
-async def test_an_invalid_field_of_a_chat_is_rejected_by_name(body: dict[str, Any], param: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "body", "param", "reason"),
+    [
+        *((openai.chat, {**CHAT, **body}, *rest) for body, *rest in [*FIELDS, *CHAT_FIELDS]),
+        *((openai.completions, {"prompt": "hi", **body}, *rest) for body, *rest in [*FIELDS, *TEXT_FIELDS]),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+async def test_an_invalid_field_is_rejected_by_name(call: Any, body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        await openai.chat({**CHAT, **body}, model())
-    assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
-
-
-@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *TEXT_FIELDS], ids=lambda each: str(each)[:40])
-async def test_an_invalid_field_of_a_completion_is_rejected_by_name(
-    body: dict[str, Any], param: str, reason: str
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        await openai.completions({"prompt": "hi", **body}, model())
+        await call(body, model())
     assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
 
 
@@ -192,14 +190,20 @@ async def test_tools_that_the_template_does_not_render_are_rejected_with_a_remed
     assert caught.value.param == "tools"
 
 
+async def grammar_of(body: dict[str, Any], made: ServedModel) -> Grammar:
+    """The grammar of a chat, which must have one."""
+    grammar = (await only(body, made)).grammar
+    assert grammar is not None
+    return grammar
+
+
 async def test_a_required_call_is_constrained_in_the_models_syntax() -> None:
     made = model(chat_template=TAKES_TOOLS)
     assert (await only({"tools": [TOOL]}, made)).grammar is None
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        generation = await only({"tools": [TOOL], "tool_choice": choice}, made)
-        assert generation.grammar is not None
-        assert generation.grammar.field == "tools"
-        assert "<tool_call>" in generation.grammar.text
+        grammar = await grammar_of({"tools": [TOOL], "tool_choice": choice}, made)
+        assert grammar.field == "tools"
+        assert "<tool_call>" in grammar.text
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -216,9 +220,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 )
 async def test_a_named_function_is_called_once_by_default(choice: dict[str, Any], is_one: bool) -> None:
     made = model(chat_template=TAKES_TOOLS)
-    grammar = (await only({"tools": [TOOL], **choice}, made)).grammar
-    assert grammar is not None
-    assert (")*" not in grammar.text) is is_one
+    assert (")*" not in (await grammar_of({"tools": [TOOL], **choice}, made)).text) is is_one
 
 
 def allowing(mode: Any, *names: Any) -> dict[str, Any]:
@@ -286,8 +288,7 @@ async def test_optional_tools_exclude_a_grammar_that_calls_could_match(held: dic
 async def test_optional_tools_with_a_json_schema_allow_either() -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
     body = {"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    either = (await only(body, model(chat_template=TAKES_TOOLS))).grammar
-    assert either is not None
+    either = await grammar_of(body, model(chat_template=TAKES_TOOLS))
     assert (either.kind, either.field) == ("lark", "response_format.json_schema")
     assert either.text.startswith("start: calls | answer\n")
     assert '"answer"' in either.text
@@ -314,15 +315,11 @@ async def test_a_format_beside_required_calls_is_reported_as_ignored() -> None:
 
 async def test_a_grammar_allows_reasoning_before_the_constrained_answer() -> None:
     body = {"response_format": {"type": "json_object"}}
-    opened = await only(body, model(chat_template="{{ messages[0].content }}</think>x<think>\n"))
-    assert opened.grammar is not None
-    assert "preamble: thoughts" in opened.grammar.preamble
-    free = await only(body, model(chat_template="{{ messages[0].content }} </think>"))
-    assert free.grammar is not None
-    assert free.grammar.preamble.startswith('preamble: ("<think>"')
-    plain = await only(body)
-    assert plain.grammar is not None
-    assert plain.grammar.preamble == ""
+    opened = await grammar_of(body, model(chat_template="{{ messages[0].content }}</think>x<think>\n"))
+    assert "preamble: thoughts" in opened.preamble
+    free = await grammar_of(body, model(chat_template="{{ messages[0].content }} </think>"))
+    assert free.preamble.startswith('preamble: ("<think>"')
+    assert (await grammar_of(body, model())).preamble == ""
 
 
 def reasoning_model(
@@ -338,23 +335,19 @@ async def test_a_budget_limits_the_reasoning_by_any_of_its_names(name: str) -> N
     made = reasoning_model()
     end = made.special["</think>"]
     for budget, limit in ((5, f"<[^{end}]>{{0,5}} <[{end}]>"), (0, f"thoughts:  <[{end}]>")):
-        grammar = (await only({name: budget}, made)).grammar
-        assert grammar is not None
+        grammar = await grammar_of({name: budget}, made)
         assert limit in grammar.preamble
         assert grammar.text == "start: <[*]>*"
     for body in ({name: -1}, {name: made.engine.ctx_size}, {}):
         assert (await only(body, made)).grammar is None
-    held = (await only({name: 5, "guided_regex": "a"}, made)).grammar
-    assert held is not None
+    held = await grammar_of({name: 5, "guided_regex": "a"}, made)
     assert (held.kind, "{0,5}" in held.preamble) == ("regex", True)
 
 
 async def test_the_presets_budget_holds_unless_the_request_states_another() -> None:
     made = reasoning_model(sampling='{"reasoning-budget": 7}')
     for body, limit in (({}, "{0,7}"), ({"thinking_budget": 3}, "{0,3}")):
-        grammar = (await only(body, made)).grammar
-        assert grammar is not None
-        assert limit in grammar.preamble
+        assert limit in (await grammar_of(body, made)).preamble
     assert (await only({"reasoning_budget": -1}, made)).grammar is None
     with pytest.raises(InvalidValue, match="mean the same but differ"):
         await only({"thinking_budget": 3, "reasoning_budget": 4}, made)
@@ -396,9 +389,7 @@ async def test_a_budget_and_a_grammar_apply_to_an_answer_in_messages() -> None:
     assert grammar is not None
     assert "{0,5}" in grammar.preamble
     assert "final" not in grammar.preamble
-    held = (await only({"guided_regex": "a"}, made)).grammar
-    assert held is not None
-    assert "final" in held.preamble
+    assert "final" in (await grammar_of({"guided_regex": "a"}, made)).preamble
 
 
 async def test_a_budget_that_cannot_be_kept_is_reported(caplog: pytest.LogCaptureFixture) -> None:

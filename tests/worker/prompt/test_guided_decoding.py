@@ -180,15 +180,7 @@ def test_an_object_with_listed_properties_is_closed_at_every_level(schema: Any, 
         {**LISTED, "minProperties": 2},
         {**LISTED, "required": ["a", "b"]},
         {"enum": [{"b": 1}], "properties": {"a": STRING}},
-    ],
-)
-def test_schemas_that_restrict_further_members_are_unchanged(schema: Any) -> None:
-    assert close_schema(schema) == schema
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
+        # several schemas of one object
         {"allOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
         {**LISTED, "anyOf": [{"properties": {"b": STRING}}, {"properties": {"c": STRING}}]},
         {"$ref": "#/$defs/x", "properties": {"b": STRING}, "$defs": {"x": LISTED}},
@@ -197,7 +189,7 @@ def test_schemas_that_restrict_further_members_are_unchanged(schema: Any) -> Non
         {"oneOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
     ],
 )
-def test_combined_schemas_of_one_object_are_unchanged(schema: Any) -> None:
+def test_schemas_that_restrict_further_members_or_describe_one_object_together_are_unchanged(schema: Any) -> None:
     assert close_schema(schema) == schema
 
 
