@@ -20,22 +20,11 @@ from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from worker.protocol.argv import AdapterSource, Convert, Download
 
 LLAMA = Checkpoint(
-    identity="a llama",
-    model_type="llama",
-    layers=4,
-    hidden=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    value_dim=64,
-    intermediate=512,
-    vocab_size=1000,
-    max_positions=1024,
-    dtype="bfloat16",
-    tensors={"bfloat16": Tally(64 << 20, 128 << 20)},
-    by_layer=(Part({"bfloat16": Tally(16 << 20, 32 << 20)}),) * 4,
+    identity="a llama", model_type="llama", layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, value_dim=64,
+    intermediate=512, vocab_size=1000, max_positions=1024, dtype="bfloat16",
+    tensors={"bfloat16": Tally(64 << 20, 128 << 20)}, by_layer=(Part({"bfloat16": Tally(16 << 20, 32 << 20)}),) * 4,
     capabilities=("chat", "completion"),
-)
+)  # fmt: skip
 
 
 class FakeFiles(Snapshots):
