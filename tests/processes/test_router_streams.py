@@ -44,12 +44,6 @@ async def raw_stream(up: Router, body: dict[str, Any], *, version: str = "1.1") 
     return header.split(b"\r\n")[0].decode(), rest, reset
 
 
-async def lines_of(up: Router, body: dict[str, Any]) -> list[str]:
-    async with up.client.stream("POST", PATH, json=body) as response:
-        assert response.status_code == 200
-        return [line async for line in response.aiter_lines() if line]
-
-
 async def test_the_answer_is_the_workers_bytes(up: Router, tmp_path: Path) -> None:
     await up.serve(tmp_path, {"a": {}})
     body = chat("a", "one two three", stream=True)
@@ -60,20 +54,6 @@ async def test_the_answer_is_the_workers_bytes(up: Router, tmp_path: Path) -> No
         assert response.headers["x-accel-buffering"] == "no"
         assert "server-timing" in response.headers
     assert got == b"".join(stream_frames(PATH, body, model="a", id="r1")) + b"data: [DONE]\n\n"
-
-
-async def test_tokens_arrive_one_by_one_while_another_model_loads(up: Router, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    await up.serve(tmp_path, {"a": {}, "slow": {"_hold_load": str(go)}})
-    await up.client.post(PATH, json=chat("a"))
-    loading = asyncio.create_task(up.client.post(PATH, json=chat("slow")))
-    await up.becomes("slow", "loading")
-    body = chat("a", "w", stream=True, max_tokens=5, fake={"delay": 0.02})
-    assert len(await lines_of(up, body)) == 6
-    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-    assert not loading.done()
-    go.touch()
-    assert (await loading).status_code == 200
 
 
 async def test_http_1_0_sees_a_reset_and_not_an_orderly_end(up: Router, tmp_path: Path) -> None:

@@ -30,9 +30,6 @@ speculative_length = 4
 [heavy]
 model = {models}/plain
 model-draft = {models}/large
-[foreign]
-model = {models}/plain
-model-draft = {models}/foreign
 """
 
 
@@ -42,7 +39,6 @@ async def models(real: Router) -> AsyncIterator[Path]:
     tiny.make("llama", folder / "plain")
     tiny.make("llama", folder / "small")  # the same: each of its drafts is accepted
     tiny.make("llama", folder / "large", hidden_size=1024, intermediate_size=4096)
-    tiny.make("mamba", folder / "foreign")
     yield folder
     shutil.rmtree(folder)
 
@@ -88,9 +84,3 @@ async def test_the_weights_of_a_draft_model_are_reserved(up: Router, models: Pat
     draft = (models / "large" / "model.safetensors").stat().st_size
     # What is learned about the process after the first load differs by a few MiB.
     assert reserved["heavy"] >= reserved["plain"] + 0.9 * draft
-
-
-async def test_a_model_that_cannot_draft_is_refused_with_its_name(up: Router) -> None:
-    response = await up.client.post("/completion", json={"model": "foreign", "prompt": "hi"})
-    assert response.status_code >= 400
-    assert "architecture 'mamba' cannot draft" in response.json()["error"]["message"]
