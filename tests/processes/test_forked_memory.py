@@ -16,7 +16,7 @@ grammars, which the fork server does not have: it also counts for each worker.
 import asyncio
 import functools
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ CTX, ROWS, MARGIN = 256, 2, 16
 # A shared page belongs to a worker once the fork server and all other workers have copied it.
 COPIED_BY_OTHERS = 2 * MIB
 LONG = 2048  # context and chunk of a model that takes too long to compute its largest steps in a load
+LARGE = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
 KEYS = (f"ctx-size = {CTX}", f"parallel = {ROWS}", "threads = 1")
 
 
@@ -56,13 +57,20 @@ def account(pid: int) -> dict[str, int]:
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in rows}
 
 
-def write_presets(folder: Path) -> Path:
-    lines = ["[*]", *KEYS]
-    for name, family in MODELS.items():
-        lines += [f"[{name}]", f"model = {tiny.make(family, folder / name)}"]
-    ini = folder / "models.ini"
-    ini.write_text("\n".join(lines) + "\n")
-    return ini
+def presets(general: Sequence[str], models: Mapping[str, Sequence[str]]) -> str:
+    """The text of a file of presets: keys of all models, and the keys of each."""
+    return "\n".join(["[*]", *general, *(line for name, own in models.items() for line in (f"[{name}]", *own))]) + "\n"
+
+
+def plain(folder: Path) -> str:
+    return presets(KEYS, {name: [f"model = {tiny.make(family, folder / name)}"] for name, family in MODELS.items()})
+
+
+def forking(folder: Path, text: str, *options: str) -> AbstractAsyncContextManager[Router]:
+    """A router with a fork server and these presets."""
+    file = folder / "models.ini"
+    file.write_text(text)
+    return router("--models-preset", str(file), "--fork-server", *options)
 
 
 async def ask(up: Router, name: str, **fields: Any) -> int:
@@ -164,7 +172,7 @@ async def fork_server_of(up: Router) -> int:
 
 
 async def test_forked_workers_are_charged_what_they_take_from_their_first_load_on(real: Router, tmp_path: Path) -> None:
-    await real.serve_presets(write_presets(tmp_path).read_text())
+    await real.serve_presets(plain(tmp_path))
     for count, name in enumerate(MODELS, 1):
         if name != "d":  # another test may have loaded the same model
             assert (await real.client.post("/router/forget", json={"model": name})).status_code == 200
@@ -186,19 +194,17 @@ async def test_forked_workers_are_charged_what_they_take_from_their_first_load_o
         assert host["shared"] <= account(fork_server)["Rss"] + LIBRARY_CODE_BYTES
 
 
-def write_other_presets(folder: Path) -> Path:
+def others(folder: Path) -> str:
     """An embedder, a cross-encoder, and a generator that takes too long to compute its largest steps in a load."""
     ranker(folder / "scorer", "bert")
     tiny.make("bert-embed", folder / "embedder")
-    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
-    tiny.make("llama", folder / "large", **sizes)
-    ini = folder / "models.ini"
-    ini.write_text(
-        f"[*]\nparallel = 2\nthreads = 1\n[embedder]\nmodel = {folder}/embedder\n"
-        f"[scorer]\nmodel = {folder}/scorer\nreranking = on\n"
-        f"[large]\nmodel = {folder}/large\nctx-size = {LONG}\nprefill-chunk = {LONG}\n"
-    )
-    return ini
+    tiny.make("llama", folder / "large", **LARGE)
+    models = {
+        "embedder": [f"model = {folder}/embedder"],
+        "scorer": [f"model = {folder}/scorer", "reranking = on"],
+        "large": [f"model = {folder}/large", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"],
+    }
+    return presets(["parallel = 2", "threads = 1"], models)
 
 
 async def ask_others(up: Router, name: str) -> None:
@@ -216,7 +222,7 @@ async def ask_others(up: Router, name: str) -> None:
 
 
 async def test_embedders_and_models_whose_steps_are_estimated_are_charged_what_they_take(tmp_path: Path) -> None:
-    async with router("--models-preset", str(write_other_presets(tmp_path)), "--fork-server") as up:
+    async with forking(tmp_path, others(tmp_path)) as up:
         fork_server = await fork_server_of(up)
         for name in ("embedder", "scorer", "large", "large"):  # the last one is prebuilt
             assert (await up.client.post("/models/load", json={"model": name})).status_code == 200
@@ -229,11 +235,10 @@ async def test_embedders_and_models_whose_steps_are_estimated_are_charged_what_t
             await up.has_no_workers()
 
 
-def write_presets_of_additions(folder: Path) -> Path:
+def with_additions(folder: Path) -> str:
     """A model with prompt lookup, one with a draft model, and one with adapters."""
-    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
-    large = tiny.make("llama", folder / "large", **sizes)
-    tiny.make("llama", folder / "draft", seed=1, **sizes)
+    large = tiny.make("llama", folder / "large", **LARGE)
+    tiny.make("llama", folder / "draft", seed=1, **LARGE)
     for seed in range(3):
         lora.make(large, folder / "adapters" / f"adapter{seed}", seed=seed, r=4 << seed)
     own = {
@@ -241,12 +246,8 @@ def write_presets_of_additions(folder: Path) -> Path:
         "drafting": f"model-draft = {folder}/draft",
         "adapters": "enable-lora = on\nmax-loras = 2",
     }
-    lines = ["[*]", "parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
-    for name, key in own.items():
-        lines += [f"[{name}]", f"model = {large}", key]
-    ini = folder / "models.ini"
-    ini.write_text("\n".join(lines) + "\n")
-    return ini
+    general = ["parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
+    return presets(general, {name: [f"model = {large}", key] for name, key in own.items()})
 
 
 async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
@@ -270,17 +271,13 @@ async def ask_with_additions(up: Router, name: str, folder: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def write_presets_in_bfloat16(folder: Path) -> Path:
-    sizes = {"hidden_size": 320, "intermediate_size": 1280, "max_position_embeddings": LONG}
-    families = {"small": ("llama", {}), "large": ("llama", sizes), "embedder": ("bert-embed", {})}
-    lines = ["[*]", "parallel = 6", "threads = 1", f"prefill-chunk = {LONG}"]
+def in_bfloat16(folder: Path) -> str:
+    families = {"small": ("llama", {}), "large": ("llama", LARGE), "embedder": ("bert-embed", {})}
+    models = {}
     for name, (family, own) in families.items():
-        snapshot = tiny.make(family, folder / name, dtype=torch.bfloat16, **own)
-        lines += [f"[{name}]", f"model = {snapshot}", "dtype = bfloat16"]
-    lines += ["[drafting]", f"model = {folder}/small", "dtype = bfloat16", f"model-draft = {folder}/large"]
-    ini = folder / "models.ini"
-    ini.write_text("\n".join(lines) + "\n")
-    return ini
+        models[name] = [f"model = {tiny.make(family, folder / name, dtype=torch.bfloat16, **own)}"]
+    models["drafting"] = [f"model = {folder}/small", f"model-draft = {folder}/large"]
+    return presets(["parallel = 6", "threads = 1", f"prefill-chunk = {LONG}", "dtype = bfloat16"], models)
 
 
 async def ask_at_once(up: Router, name: str, *lengths: int, max_tokens: int) -> None:
@@ -290,7 +287,7 @@ async def ask_at_once(up: Router, name: str, *lengths: int, max_tokens: int) -> 
 
 
 async def test_models_in_bfloat16_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
-    await real.serve_presets(write_presets_in_bfloat16(tmp_path).read_text())
+    await real.serve_presets(in_bfloat16(tmp_path))
     for name in ("embedder", "small", "large", "drafting"):
         async with loaded(real, name):
             if name == "embedder":
@@ -302,17 +299,11 @@ async def test_models_in_bfloat16_are_charged_what_they_take(real: Router, tmp_p
                 await ask_at_once(real, name, 1, 3, max_tokens=40)
 
 
-def write_presets_of_experts(folder: Path) -> Path:
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LONG}
-    snapshot = tiny.make("mixtral", folder / "experts", **sizes)
-    ini = folder / "models.ini"
-    keys = ["parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
-    ini.write_text("\n".join(["[experts]", f"model = {snapshot}", *keys]) + "\n")
-    return ini
-
-
 async def test_larger_models_with_experts_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
-    await real.serve_presets(write_presets_of_experts(tmp_path).read_text())
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LONG}
+    snapshot = tiny.make("mixtral", tmp_path / "experts", **sizes)
+    keys = ["parallel = 2", "threads = 1", f"ctx-size = {LONG}", f"prefill-chunk = {LONG}"]
+    await real.serve_presets(presets(keys, {"experts": [f"model = {snapshot}"]}))
     for _ in range(2):
         async with loaded(real, "experts"):
             for length in (1, 40, LONG - 8, 40, LONG - 8):
@@ -322,19 +313,10 @@ async def test_larger_models_with_experts_are_charged_what_they_take(real: Route
 
 
 async def test_models_with_drafts_or_adapters_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
-    await real.serve_presets(write_presets_of_additions(tmp_path).read_text())
+    await real.serve_presets(with_additions(tmp_path))
     for name in ("lookup", "drafting", "adapters", "adapters"):  # the second time what it takes is learned
         async with loaded(real, name):
             await ask_with_additions(real, name, tmp_path)
-
-
-def write_presets_of_vision(folder: Path) -> Path:
-    lines = ["[*]", "parallel = 2", "threads = 1", f"ctx-size = {CTX}", "limit-images = 2"]
-    for family in ("llava", "idefics3"):
-        lines += [f"[{family}]", f"model = {tiny_vision.make(family, folder / family)}"]
-    ini = folder / "models.ini"
-    ini.write_text("\n".join(lines) + "\n")
-    return ini
 
 
 @functools.cache
@@ -350,7 +332,8 @@ async def show(up: Router, name: str, *sizes: tuple[int, int]) -> int:
 
 
 async def test_models_with_images_are_charged_what_they_take(real: Router, tmp_path: Path) -> None:
-    await real.serve_presets(write_presets_of_vision(tmp_path).read_text())
+    models = {name: [f"model = {tiny_vision.make(name, tmp_path / name)}"] for name in ("llava", "idefics3")}
+    await real.serve_presets(presets([*KEYS, "limit-images = 2"], models))
     for name in ("idefics3", "llava", "llava"):  # the second time what it takes is learned
         async with loaded(real, name):
             await fill(real, name)
@@ -365,7 +348,7 @@ async def test_models_with_images_are_charged_what_they_take(real: Router, tmp_p
 
 async def test_requests_and_grammars_are_charged_before_they_take_memory(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}}
-    async with router("--models-preset", str(write_presets(tmp_path)), "--fork-server") as up:
+    async with forking(tmp_path, plain(tmp_path)) as up:
         fork_server = await fork_server_of(up)
         for name in ("a", "b"):
             assert await ask(up, name) == 200
@@ -391,10 +374,10 @@ async def test_requests_and_grammars_are_charged_before_they_take_memory(tmp_pat
 
 async def test_the_first_worker_and_the_fork_server_stay_within_a_tight_limit(tmp_path: Path) -> None:
     preset = Preset(id="a", ctx_size=CTX, parallel=ROWS, threads=1)
-    ini = write_presets(tmp_path)
+    text = plain(tmp_path)
     least = estimate(checkpoint.read(tmp_path / "a"), preset, on_host=True, forked=True)
     within = -(-(least.granted(least.kv_steps).total + FORK_SERVER_BYTES + LIBRARY_CODE_BYTES) // MIB)
-    async with limited_router(ini, within) as up:
+    async with forking(tmp_path, text, *limited(within)) as up:
         fork_server = await fork_server_of(up)
         assert await ask(up, "a") == 200
         state: Any = (await up.client.get("/router/state")).json()
@@ -408,14 +391,14 @@ async def test_the_first_worker_and_the_fork_server_stay_within_a_tight_limit(tm
 
 async def test_a_worker_is_refused_if_the_fork_server_leaves_too_little_of_a_limit(tmp_path: Path) -> None:
     beside = 10  # less than any worker takes, which alone would fit; a fork server may take less than is assumed
-    async with limited_router(write_presets(tmp_path), (FORK_SERVER_BYTES + LIBRARY_CODE_BYTES) // MIB + beside) as up:
+    limit = limited((FORK_SERVER_BYTES + LIBRARY_CODE_BYTES) // MIB + beside)
+    async with forking(tmp_path, plain(tmp_path), *limit) as up:
         await fork_server_of(up)  # it forks the exact estimate
         answer = await up.client.post("/v1/completions", json={"model": "a", "prompt": "hi", "max_tokens": 4})
         assert answer.status_code == 507
         assert re.search(r"fork server [34]\d\d MiB", answer.text)
 
 
-def limited_router(ini: Path, mib: int) -> AbstractAsyncContextManager[Router]:
-    """A router with a fork server and so much main memory."""
-    limits = ("--device-limit", f"cpu={mib + MARGIN}", "--models-memory-margin", str(MARGIN))
-    return router("--models-preset", str(ini), "--fork-server", *limits)
+def limited(mib: int) -> tuple[str, ...]:
+    """Options for so much main memory."""
+    return ("--device-limit", f"cpu={mib + MARGIN}", "--models-memory-margin", str(MARGIN))
