@@ -12,10 +12,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_rows(scheduler._capacity)
     if scheduler._slots is not None:
         check_slots(scheduler._slots)
-    running, leaders = scheduler._running, set(scheduler._leaders.values())
-    assert scheduler._capacity.owners == {row: id for id, (_, row) in running.items()}
-    assert set(scheduler._following) | leaders <= set(running)
-    assert set(scheduler._following.values()) <= leaders
+    assert scheduler._capacity.owners == {row: id for id, (_, row) in scheduler._running.items()}
 
 
 def check_rows(rows: RowAllocator) -> None:

@@ -280,9 +280,9 @@ class GenerationLoop:
     def _is_larger(self, batch: Batch) -> bool:
         """Record a step. True if it may take more main memory than all before."""
         draws = [
-            choice.sequence.sampling
+            part.chooser.sequence.sampling
             for part in self._active.parts(batch)
-            for choice in part.choosers
+            if part.chooser is not None
             for _ in range(1 + len(part.segment.drafted))
         ]
         drafter, adapters = self._backend.drafter, self._backend.adapters
@@ -335,9 +335,6 @@ class GenerationLoop:
         self._writer.progress(choice, now)
         if not segment.completes:
             return
-        for follower, _ in result.forks:
-            forked = self._active.fork(follower)
-            forked.started_at, forked.prompt = choice.started_at, list(choice.prompt)
         if not result.chooses:
             self._finish(choice, TextPiece(), "length", now)
             return
@@ -352,9 +349,6 @@ class GenerationLoop:
         if result.is_spoiled and sequence in self._active:
             sequence.draft_limits = None
             self._active.restart(sequence)
-        for follower, sampled in result.forks:
-            if follower in self._active:  # a choice that fails has ended the others
-                self._answer(self._active.of(follower), sampled, now)
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
