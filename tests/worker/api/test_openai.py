@@ -107,7 +107,7 @@ TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         *((openai.chat, {**CHAT, **body}, *rest) for body, *rest in [*FIELDS, *CHAT_FIELDS]),
         *((openai.completions, {"prompt": "hi", **body}, *rest) for body, *rest in [*FIELDS, *TEXT_FIELDS]),
     ],
-    ids=lambda each: str(each)[:40],
+    ids=lambda each: getattr(each, "__name__", str(each))[:40],
 )
 async def test_an_invalid_field_is_rejected_by_name(call: Any, body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
