@@ -184,6 +184,17 @@ async def test_a_long_value_that_is_rejected_takes_no_memory(name: str) -> None:
     assert peak < 4 << 20
 
 
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+async def test_the_logprobs_of_prompts_have_a_limit(fields: dict[str, Any]) -> None:
+    """25,000 prompt tokens with 20 alternatives each took 300 MB."""
+    async with serving(FakeEngine(tokenizer(), ctx_size=8192)) as world:
+        status, _, answer = await world.post("/v1/completions", {"prompt": [[5] * 5000] * 5, **fields})
+        assert (status, "are more than 524288" in str(answer)) == (400, True), answer
+        assert answer["error"]["param"] in fields
+        fewer = {name: min(value, 1) for name, value in fields.items()}
+        assert (await world.post("/v1/completions", {"prompt": [[5] * 5000] * 5, "max_tokens": 1, **fewer}))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
