@@ -204,12 +204,12 @@ def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[
     token, as in llama-server. Token ids outside the vocabulary are an error, as in OpenAI's API and vLLM."""
     if value is None:
         return {}
+    if isinstance(value, dict | list) and len(value) > MAX_BIASES:
+        raise InvalidValue(f"logit_bias must have at most {MAX_BIASES} entries", param="logit_bias")
     if isinstance(value, dict):
         pairs: list[Any] = [[key if (id := _to_token(key)) is None else id, bias] for key, bias in value.items()]
     else:
         pairs = value if isinstance(value, list) else [None]
-    if len(pairs) > MAX_BIASES:
-        raise InvalidValue(f"logit_bias must have at most {MAX_BIASES} entries", param="logit_bias")
     biases: dict[int, float] = {}
     outside: list[int] = []
     for pair in pairs:

@@ -160,7 +160,9 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenized_or_rendered(ki
     assert await passes_of_the_loop(work[kind]) > 10, "the loop stood still"
 
 
+BIASES = {str(token): 1 for token in range(100_000)}
 LONG_VALUES: dict[str, Callable[[], Awaitable[Any]]] = {
+    "logit_bias": lambda: openai.completions({"prompt": "a", "logit_bias": BIASES}, model()),
     "samplers": lambda: openai.completions({"prompt": "a", "samplers": "p" * 10**6}, model()),
     "keep_alive": lambda: ollama.generate({"prompt": "a", "keep_alive": "1s" * 10**6}, model()),
     "adapters": lambda: loaded_adapter("x" * 10**6),
