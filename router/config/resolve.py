@@ -310,7 +310,7 @@ class _Resolution:
         if kind is None or draft is None or kind.text != "none" or kind.level < draft.level or not draft.value:
             return
         fields["model_draft"] = ""
-        self._warn(draft.place, "model-draft has no effect beside spec-type = none; remove one of the two")
+        self._unused_parts[draft.place] = ("model-draft", "spec-type = none turns it off; remove one of the two")
 
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply main-gpu and n-gpu-layers, and reject contradictions between the keys of placement."""
