@@ -115,6 +115,13 @@ async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -
     assert candidate_of(worker, demand_of(worker)).runtime == 0, "the other ranks know what to load before they begin"
 
 
+async def test_a_worker_gets_the_prompt_budget_of_its_preset() -> None:
+    """LMI's max_rolling_batch_prefill_tokens."""
+    scene = world(12 * GIB, max_prefill_tokens=4096)
+    await scene.ask("big")
+    assert worker_argv.options(scene.worker("big"), Estimate).prefill_chunk == 4096
+
+
 async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layers_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
