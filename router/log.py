@@ -145,10 +145,10 @@ def state_line(event: Event) -> str:
 
 
 def pause_line(event: Event) -> str:
-    """A back-off: `demo-a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04`. The state line before has the full
+    """A back-off: `demo-a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04Z`. The state line before has the full
     reason."""
     data = event.data
-    until = time.strftime("%H:%M:%S", time.localtime(data["until"]))
+    until = time.strftime("%H:%M:%SZ", time.gmtime(data["until"]))  # in UTC, as the times of all lines are
     sooner = " unless its preset or its files change" if data["final"] else ""
     when = f"next attempt in {data['seconds']:.1f} s, at {until}{sooner}"
     return f"{event.model}#{data['worker']} failed ({data['cause']}): {when}"

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from router import log
 from router.api.request_log import request_line
 from router.events import Event
 from router.log import Line, LogQueue, Ring, _Json, _Text, converted_line, plan_line, size, state_line
@@ -49,6 +51,18 @@ def test_a_refusal_and_a_dropped_copy_are_one_line_with_their_numbers() -> None:
         data = {"decision": decision, "worker": 1, "needs": [500 * MIB], "source": "exact", "devices": devices}
         line = plan_line(Event(1, 0.0, "plan", "a", data))
         assert line == f"{decision} a#1 needs=500MiB(exact) cpu:used=900MiB,foreign=0MiB,margin=64MiB"
+
+
+def test_a_pause_is_one_line_whose_time_is_in_utc_as_that_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"worker": 3, "cause": "crashed", "seconds": 2.1, "final": False, "until": 43384.0}
+    try:
+        monkeypatch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        line = log.pause_line(Event(1, 0.0, "back_off", "a", data))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert line == "a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04Z"
 
 
 def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
