@@ -111,7 +111,8 @@ def _log_event(event: Event) -> None:
         case "config_refused":
             log.error("presets not reloaded, the old ones still apply: %s", "; ".join(data["errors"]))
         case "config":
-            log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
+            changes = " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids)
+            log.info("presets reloaded: %s", changes or "no model has changed")
 
 
 def converted_line(event: Event) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from router import log
 from router.api.request_log import request_line
-from router.events import Event
+from router.events import Event, EventLog
 from router.log import Line, LogQueue, Ring, _Json, _Text, converted_line, plan_line, size, state_line
 
 MIB = 1 << 20
@@ -63,6 +63,15 @@ def test_a_pause_is_one_line_whose_time_is_in_utc_as_that_of_the_line(monkeypatc
         monkeypatch.undo()
         time.tzset()
     assert line == "a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04Z"
+
+
+@pytest.mark.parametrize(("changed", "line"), [(["a", "b"], "changed=a,b"), ([], "no model has changed")])
+def test_a_reload_is_one_line(changed: list[str], line: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    events = EventLog()
+    log.follow(events)
+    events.append("config", "*", added=[], changed=changed)
+    assert caplog.messages == [f"presets reloaded: {line}"]
 
 
 def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
