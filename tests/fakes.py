@@ -184,6 +184,7 @@ class FakeWorker:
         self.forked = False
         self.pid = pid
         self.measured = dict(measured)
+        self.reserved: Bytes = {}  # as other routers count it, once it is ready
         self.ready = ready
         self.token = f"token-of-{program.worker}"
         self.stopped = False
@@ -204,6 +205,9 @@ class FakeWorker:
 
     async def unreachable(self) -> None:
         await self.is_unreachable.wait()
+
+    def reserve(self, place: Bytes) -> None:
+        self.reserved = place
 
     def lose(self, error: WorkerLost) -> None:
         if not self._lost.done():

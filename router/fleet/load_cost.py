@@ -237,6 +237,9 @@ def settle_reservation(worker: Worker) -> None:
             worker.headroom = 0 if least is None else worker.unannounced
             size += worker.expected_growth + worker.unannounced - worker.headroom
         worker.reserved[device] = max(worker.reserved.get(device, 0) if least is None else least, size)
+    if worker.process is not None:
+        host = worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom
+        worker.process.reserve({**worker.reserved, MAIN_MEMORY: host})
 
 
 def _least_forked(worker: Worker) -> int | None:

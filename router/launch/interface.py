@@ -111,6 +111,9 @@ class WorkerProcess(Protocol):
     async def lost(self) -> WorkerLost:
         """Return once the process has exited by itself, became silent or stalled. Cancelling stops nothing."""
 
+    def reserve(self, place: Bytes) -> None:
+        """Replace its reservation, as other routers count it, by `place`."""
+
     async def unreachable(self) -> None:
         """Return once it lives but accepts no connections any more, for example because its socket's file was deleted.
 

@@ -190,6 +190,7 @@ class Claim:
     def __init__(self, shared: "SharedReservations", place: Bytes):
         self._shared = shared
         self._place = place
+        self._counted: Bytes = {}
         self.unseen: Bytes = place  # the part that no driver shows
 
     def extend(self, place: Bytes) -> None:
@@ -203,10 +204,16 @@ class Claim:
 
         On a device that `counted` does not contain, they show all of it.
         """
+        self._counted = counted
         unseen = {id: max(0, size - counted.get(id, size)) for id, size in self._place.items()}
         if unseen != self.unseen:
             self.unseen = unseen
             self._shared.publish()
+
+    def settle(self, place: Bytes) -> None:
+        """Reserve `place` instead, of which the drivers show as much as before."""
+        self._place = place
+        self.count(self._counted)
 
 
 class SharedReservations:

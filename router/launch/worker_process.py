@@ -270,6 +270,9 @@ class LocalWorker:
                 f"{self._program.model}: the worker reported that it is ready, but {problem}", cause="crashed"
             )
 
+    def reserve(self, place: Bytes) -> None:
+        self._start.claim.settle(place)
+
     def _on_event(self, event: Event) -> None:
         if type(event) is RequestEnded:  # does not count for the heartbeat
             self._start.listen(event)

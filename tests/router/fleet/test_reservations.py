@@ -115,6 +115,15 @@ async def test_a_forked_worker_is_charged_for_grammars_as_soon_as_it_announces_t
     assert world.worker("a").reserved[CPU] == 257 * MIB
 
 
+async def test_other_routers_count_the_reservation_of_a_worker_as_it_is_now() -> None:
+    world = forking(a=with_grammars(40 * MIB))
+    await world.ask("a")
+    process = world.launcher.running[str(world.worker("a"))]
+    assert process.reserved[CPU] == (257 + 40) * MIB, "with what it announces before it takes it"
+    world.launcher.say("a", MemoryNeed(measured={"cpu": 255 * MIB}, later=55 * MIB, unannounced=0))
+    assert process.reserved[CPU] == world.worker("a").reserved[CPU] == 310 * MIB
+
+
 async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_them() -> None:
     world = forking(a=replace(with_grammars(40 * MIB), steps=12 * MIB))
     await world.ask("a")

@@ -207,6 +207,15 @@ def test_a_reservation_counts_as_used_for_other_routers_until_the_driver_shows_i
     assert used_by(theirs) == {}
 
 
+def test_a_reservation_that_follows_the_measurement_counts_for_other_routers_as_it_is(pair: Pair) -> None:
+    ours, theirs = pair
+    with ours.claim({CPU: 8 * GIB}) as claim:
+        claim.count({CPU: GIB})
+        assert used_by(theirs) == {CPU: 7 * GIB}
+        claim.settle({CPU: 3 * GIB})
+        assert used_by(theirs) == {CPU: 2 * GIB}
+
+
 def test_an_early_process_reserves_its_memory_when_it_starts(pair: Pair) -> None:
     ours, theirs = pair
     with ours.claim({}) as claim:
