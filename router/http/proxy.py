@@ -144,31 +144,29 @@ class Proxy:
         self._limit_timer = self._loop.call_later(LIMIT_INTERVAL, self._check_limits) if self._limits else None
 
     async def _attempts(self, response: ProxiedResponse) -> None:
-        """Try once more on a new lease if the worker is lost before the client has a byte of its response, or if the
-        name got another worker while the request waited.
+        """Try again on a new lease: once if the worker is lost before the client has a byte of its response, and each
+        time that the name got another worker while the request waited.
 
-        More than one retry would turn a request that crashes workers into a loop of loads.
+        More than one retry after a loss would turn a request that crashes workers into a loop of loads.
         """
-        lost: ApiError
-        try:
-            await self._attempt(response)
-            return
-        except Unanswered as unanswered:
-            lost = unanswered.error
-            log.info("%s: %s; retrying once", response.request.request_id, lost.message)
-        except ModelNotFound as gone:
-            if (
-                response.lease is None
-                or self._shared_workers.find(response.request.model).model is response.lease.model
-            ):
-                raise
-            lost = gone
-        try:
-            await self._attempt(response)
-        except Unanswered as unanswered:
-            raise unanswered.error from None
-        except ModelNotLoaded:
-            raise lost from None  # autoload is off: report the lost worker, which is the cause
+        lost: ApiError | None = None
+        while True:
+            try:
+                await self._attempt(response)
+                return
+            except Unanswered as unanswered:
+                if lost is not None:
+                    raise unanswered.error from None
+                lost = unanswered.error
+                log.info("%s: %s; retrying once", response.request.request_id, lost.message)
+            except ModelNotFound:
+                found = self._shared_workers.find(response.request.model).model
+                if response.lease is None or found is response.lease.model:
+                    raise
+            except ModelNotLoaded:
+                if lost is None:
+                    raise
+                raise lost from None  # autoload is off: report the lost worker, which is the cause
 
     async def _attempt(self, response: ProxiedResponse) -> None:
         request = response.request

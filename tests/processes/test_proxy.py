@@ -8,6 +8,7 @@ import struct
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -521,10 +522,11 @@ async def test_a_request_that_waits_follows_its_model_to_a_new_name(tmp_path: Pa
     async with world(tmp_path, send_whole, load_seconds=0.5) as up:
         reader, writer = await up.connect()
         writer.write(request({}))
-        await until(lambda: any(worker.leases and worker.state is State.STARTING for worker in up.fleet.workers()))
-        up.launcher.models["b"] = up.launcher.models["a"]
-        renamed = {"b": replace(up.registry.shared_workers.find("a").preset, id="b", aliases=("a",))}
-        up.registry.shared_workers.apply(renamed, worker_groups.group_presets(renamed))
+        for old, new in ("ab", "bc"):
+            await until(partial(up.launcher.journal.__contains__, f"start {old}"))
+            up.launcher.models[new] = up.launcher.models["a"]
+            renamed = {new: replace(up.registry.shared_workers.find("a").preset, id=new, aliases=("a",))}
+            up.registry.shared_workers.apply(renamed, worker_groups.group_presets(renamed))
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         writer.close()
 
