@@ -22,7 +22,7 @@ import time
 from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from random import getrandbits
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -56,15 +56,16 @@ LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 _CONTROL = dict.fromkeys((*range(32), 127), "?")
 
 
-class Peek(msgspec.Struct):
-    """The body fields that the router reads; the decoder validates and skips the rest."""
+class Peek(NamedTuple):
+    """The body fields that the router reads. None for one that is missing, an empty list for an array or object."""
 
-    model: Any = None
-    stream: Any = None
-    name: Any = None  # the old name of `model` in Ollama's API
+    model: Any
+    stream: Any
+    name: Any  # the old name of `model` in Ollama's API
 
 
-_DECODER = msgspec.json.Decoder(Peek)
+# The decoder validates and skips the rest.
+_DECODER = msgspec.json.Decoder(msgspec.defstruct("_RawPeek", [(name, msgspec.Raw, None) for name in Peek._fields]))
 _OPENAI_FIELDS = msgspec.json.Decoder(
     msgspec.defstruct("_OpenaiFields", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAI_FIELDS])
 )
@@ -73,10 +74,18 @@ _OPENAI_FIELDS = msgspec.json.Decoder(
 def peek(body: bytes) -> Peek:
     """The fields `model` and `stream` of a JSON object. Raises BadRequest (invalid_json) if `body` is none."""
     try:
-        return _DECODER.decode(body)
+        found = _DECODER.decode(body)
+        return Peek(_scalar(found.model), _scalar(found.stream), _scalar(found.name))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         fault = json_faults.describe(body, str(bad)[:200])
         raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
+
+
+def _scalar(raw: msgspec.Raw | None) -> Any:
+    """The value of a field. The members of an array or object are skipped: 60 MB of them take seconds to decode."""
+    if raw is None:
+        return None
+    return [] if memoryview(raw)[0] in b"[{" else msgspec.json.decode(raw)
 
 
 def has_openai_fields(body: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tracemalloc
 
 import pytest
 
@@ -47,6 +48,20 @@ def test_a_port_in_use_is_an_error_of_the_port() -> None:
 
 def test_the_model_of_a_body_is_read() -> None:
     assert peek(b'{"model": "a", "prompt": "\\ud83d\\ude00"}').model == "a"
+    assert peek(b'{"stream":true,"name" : "b","x":[{}]}') == (None, True, "b")
+
+
+@pytest.mark.parametrize("name", ["model", "stream", "name"])
+@pytest.mark.parametrize("value", [b"[" + b"[]," * 10**6 + b"1]", b'{"a":[' + b"{}," * 10**6 + b"1]}"])
+def test_no_memory_is_taken_for_the_members_of_an_array_or_object_instead_of_a_name(name: str, value: bytes) -> None:
+    body = b'{"%s": %s}' % (name.encode(), value)
+    tracemalloc.start()
+    try:
+        assert getattr(peek(body), name) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize(
