@@ -64,8 +64,15 @@ class Peek(NamedTuple):
     name: Any  # the old name of `model` in Ollama's API
 
 
-# The decoder validates and skips the rest.
-_DECODER = msgspec.json.Decoder(msgspec.defstruct("_RawPeek", [(name, msgspec.Raw, None) for name in Peek._fields]))
+class _RawPeek(msgspec.Struct):
+    """Their text. The decoder validates and skips the rest."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+    name: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_DECODER = msgspec.json.Decoder(_RawPeek)
 _OPENAI_FIELDS = msgspec.json.Decoder(
     msgspec.defstruct("_OpenaiFields", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAI_FIELDS])
 )
@@ -81,10 +88,8 @@ def peek(body: bytes) -> Peek:
         raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
 
 
-def _scalar(raw: msgspec.Raw | None) -> Any:
+def _scalar(raw: msgspec.Raw) -> Any:
     """The value of a field. The members of an array or object are skipped: 60 MB of them take seconds to decode."""
-    if raw is None:
-        return None
     return [] if memoryview(raw)[0] in b"[{" else msgspec.json.decode(raw)
 
 
