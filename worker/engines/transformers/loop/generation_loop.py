@@ -352,8 +352,6 @@ class GenerationLoop:
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
-        if choice.last is not None:
-            return  # it was preempted after its last token, and computed again
         if sampled is None or (choice.matcher is not None and choice.matcher.is_over):
             self._end_without_token(choice, now)
             return
