@@ -19,7 +19,7 @@ from router.config.settings import MAX_BUFFERED
 from router.errors import BadRequest, MethodNotAllowed, PathNotFound
 from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
-from router.http.pipeline import Bodies, Pipeline, Respond, peek, printable, request_id
+from router.http.pipeline import LARGE_BODY, Bodies, Pipeline, Respond, peek, printable, request_id
 from router.http.proxy import Proxy
 from router.http.request import Incoming
 from router.http.response import SERVER, json_bytes, own_headers, wait_for_client
@@ -154,6 +154,19 @@ class App:
         return Listener(routes, self._pipeline.serve, make_fallback, most, unread_timeout)
 
 
+def _parse(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body that `peek` has accepted. Raises BadRequest."""
+    if fault := json_faults.too_many_values(body):
+        raise BadRequest(fault)
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as bad:
+        fault = json_faults.describe(body, bad.msg[:200])
+        raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
+    assert isinstance(found, dict)
+    return found
+
+
 def function_of(route: Route) -> ApiFunction:
     """The API function that `route` names. Raises ImportError or AttributeError if there is none."""
     module, _, name = route.handler.partition(".")
@@ -185,12 +198,7 @@ class Dispatcher:
         """The body as a JSON object. Notes the unknown fields, or raises BadRequest for them with strict-fields."""
         body = await self._bodies.read(incoming)
         peek(body)  # the same error message as for forwarded requests
-        try:
-            found = orjson.loads(body)
-        except orjson.JSONDecodeError as bad:
-            fault = json_faults.describe(body, bad.msg[:200])
-            raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
-        assert isinstance(found, dict)
+        found = _parse(body) if len(body) < LARGE_BODY else await asyncio.to_thread(_parse, body)
         unknown = unknown_fields(route, found)
         if unknown and self._services.registry.settings.strict_fields:
             raise BadRequest(

@@ -12,6 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from router.http.pipeline import LARGE_BODY
 from router.launch.page_lock import lockable
 from tests.processes.routers import (
     Router,
@@ -23,6 +24,7 @@ from tests.processes.routers import (
     router,
 )
 from worker.protocol.dialects import Dialect
+from worker.protocol.json_faults import MAX_OBJECTS
 from worker.protocol.routes import ROUTES
 
 MARGIN = ("--models-memory-margin", "64")
@@ -146,6 +148,12 @@ async def test_the_model_may_stand_in_the_query_or_the_path(shared: Router) -> N
 )  # fmt: skip
 async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> None:
     assert error_of(await shared.client.post("/v1/chat/completions", content=body)) == (400, "invalid_json")
+
+
+async def test_a_body_with_too_many_values_is_rejected_where_the_router_parses_it(shared: Router) -> None:
+    for spare in (b"", b" " * LARGE_BODY):
+        body = b'{"model":"alpha","x":[' + b"[]," * MAX_OBJECTS + b"1]" + spare + b"}"
+        assert error_of(await shared.client.post("/models/load", content=body)) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "identity"}], ids=["plain", "aiohttp"])

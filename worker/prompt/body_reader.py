@@ -18,12 +18,6 @@ Json = dict[str, Any]
 Value = TypeVar("Value")
 Ranges = list[tuple[float, float | None]]
 MAX_LEVELS = 200
-# The most objects and arrays of a body, and the most values. 60 MB of empty arrays take 4 s to parse, with the
-# interpreter lock, and 72 bytes of memory each (orjson 3.13); then objects are read on the event loop, in a microsecond
-# each. So many objects are enough for 512 tools of 128, so many values for all token ids of a request.
-MAX_OBJECTS, MAX_VALUES = 1 << 16, 2 << 20
-_MARKS = b'",[{'
-_NO_MARKS = bytes(set(range(256)) - set(_MARKS))
 # Maximum levels that orjson serializes. The difference is for what answers and grammars put around a client's value.
 _LEVELS_WRITTEN = 254
 
@@ -37,12 +31,8 @@ def parse(body: bytes | bytearray) -> Json:
     Not for a thread: orjson keeps the interpreter lock there, too, and glibc keeps the memory that another thread
     allocated (`malloc_trim` does not trim the top of its arena).
     """
-    # Most bodies need no exact count: marks inside of their texts are few.
-    if _has_too_many(body) and _has_too_many(_outside_strings(body)):
-        raise InvalidValue(
-            f"the request body has more than {MAX_OBJECTS} objects and arrays, or {MAX_VALUES} values; join texts, or"
-            " send several requests"
-        )
+    if fault := json_faults.too_many_values(body):
+        raise InvalidValue(fault)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -52,21 +42,6 @@ def parse(body: bytes | bytearray) -> Json:
     if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(value):
         raise InvalidJson(f"the request body is nested too deeply: at most {MAX_LEVELS} levels are supported")
     return value
-
-
-def _has_too_many(body: bytes | bytearray) -> bool:
-    objects = body.count(b"[") + body.count(b"{")
-    return objects > MAX_OBJECTS or objects + body.count(b",") > MAX_VALUES
-
-
-def _outside_strings(body: bytes | bytearray) -> bytes:
-    """Return the commas and opening brackets of `body` that are outside of its strings. Raise InvalidValue for more
-    than MAX_VALUES strings."""
-    # Without escaped quotes, each quote begins or ends a string.
-    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
-    if marks.count(b'"') > 2 * MAX_VALUES:
-        raise InvalidValue(f"the request body has more than {MAX_VALUES} strings; send several requests")
-    return b"".join(marks.split(b'"')[::2])
 
 
 def is_deep(value: Any) -> bool:

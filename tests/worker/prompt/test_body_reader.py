@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from worker.errors import InvalidJson, InvalidValue, UnsupportedField
 from worker.prompt import body_reader
 from worker.prompt.body_reader import BodyFields
+from worker.protocol import json_faults
 from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
 from worker.protocol.schema import array, choice, flag, integer, number, one_of, record, text
 
@@ -74,11 +75,11 @@ def test_json_has_at_most_200_levels() -> None:
 @pytest.mark.parametrize(
     ("value", "count"),
     [
-        (b"[]", body_reader.MAX_OBJECTS),
-        (b'{"a": "b"}', body_reader.MAX_OBJECTS),
-        (b"1", body_reader.MAX_VALUES),
-        (b'"b"', body_reader.MAX_VALUES),
-        (b'"b, [{"', body_reader.MAX_VALUES),
+        (b"[]", json_faults.MAX_OBJECTS),
+        (b'{"a": "b"}', json_faults.MAX_OBJECTS),
+        (b"1", json_faults.MAX_VALUES),
+        (b'"b"', json_faults.MAX_VALUES),
+        (b'"b, [{"', json_faults.MAX_VALUES),
     ],
 )
 def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(value: bytes, count: int) -> None:
@@ -105,13 +106,13 @@ def without_texts(value: Any) -> Any:
 
 @given(st.dictionaries(st.text(), JSON))
 def test_marks_inside_of_texts_are_no_values(body: dict[str, Any]) -> None:
-    marks = body_reader._outside_strings(json.dumps(body).encode())
+    marks = json_faults._outside_strings(json_faults._marks(json.dumps(body).encode()))
     expected = "".join(mark for mark in json.dumps(without_texts(body)) if mark in ",[{")
     assert marks.decode() == expected
 
 
 def test_a_text_may_have_many_brackets_and_commas() -> None:
-    text = '[{"a": 1}, ' * body_reader.MAX_OBJECTS
+    text = '[{"a": 1}, ' * json_faults.MAX_OBJECTS
     assert body_reader.parse(json.dumps({"a": text}).encode()) == {"a": text}
 
 
