@@ -61,7 +61,7 @@ def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
 
 
 def test_shared_data_is_counted_as_the_kernel_counts_it_in_large_and_small_areas() -> None:
-    small = [mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=3 - at % 2 * 2) for at in range(2000)]
+    small = [mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=3 - at % 2 * 2) for at in range(6000)]
     assert not any(area[0] for area in small)
     for area in small[::2]:
         area[0] = 1
@@ -74,8 +74,9 @@ def test_shared_data_is_counted_as_the_kernel_counts_it_in_large_and_small_areas
         sizes = {name: int(size) * 1024 for name, size, *_ in rows}
         return abs(look.data() - (sizes["Anonymous:"] - sizes["Private_Dirty:"]))
 
-    # The difference is what both counts write to themselves. Without the small areas it would be 4 MiB.
-    assert forked(look, torch.empty(0), count=difference) < 2 * MIB
+    # The difference is what both counts write to themselves, and other threads before the fork: 2.3 MiB on a busy machine.
+    # Without the small areas it would be 12 MiB.
+    assert forked(look, torch.empty(0), count=difference) < 6 * MIB
 
 
 def test_what_a_child_shares_at_least_is_a_sixteenth_less_than_the_data_of_its_parent() -> None:
