@@ -64,11 +64,11 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
             raise InvalidValue(f"{field} is nested too deeply: at most {MAX_LEVELS} levels are supported", param=field)
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
-    _check_length(orjson.dumps(schema), field)
+    _check_length(orjson.dumps(schema).decode(), field)
     return Grammar("json_schema", orjson.dumps(close_schema(schema)).decode(), field, lenient=lenient)
 
 
-def _check_length(text: str | bytes, field: str) -> None:
+def _check_length(text: str, field: str) -> None:
     """Raise InvalidValue for a schema that is too long to be compiled, before it is read."""
     if len(text) > MAX_GRAMMAR_LENGTH:
         raise InvalidValue(f"{field} has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed", param=field)

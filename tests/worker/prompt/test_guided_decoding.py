@@ -100,6 +100,12 @@ def test_an_invalid_grammar_field_is_rejected_by_name(body: dict[str, Any], para
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
+def test_the_length_of_a_schema_counts_characters_and_not_bytes() -> None:
+    schema = {"enum": ["é" * 200_000]}
+    for given in (schema, json.dumps(schema, ensure_ascii=False)):
+        assert read(BodyFields({"json_schema": given}, GRAMMAR)) is not None
+
+
 def test_a_grammar_names_its_field() -> None:
     found = read(BodyFields({"structured_outputs": {"regex": "("}}, GRAMMAR))
     assert found is not None
