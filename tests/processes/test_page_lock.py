@@ -40,12 +40,12 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def locked(pid: int) -> int:
-    """Bytes that a process has locked."""
+def status(pid: int, name: str) -> int:
+    """A number of bytes of a process, by its name in proc_pid_status(5)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmLck:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no VmLck")
+    raise AssertionError(f"no {name}")
 
 
 def _children() -> set[int]:
@@ -57,7 +57,8 @@ async def test_files_are_locked_in_memory_for_the_length_of_the_block(others: se
     async with asyncio.timeout(DEADLINE):
         async with page_lock.lock([file]):
             [locker] = _children() - others
-            assert locked(locker) >= 33 * MIB
+            assert status(locker, "VmLck") >= 33 * MIB
+            assert status(locker, "RssAnon") < 12 * MIB, "it holds no buffer for reads: each sleeping model has one"
         assert _children() == others, "the process that held the lock is gone"
 
 

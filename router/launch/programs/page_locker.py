@@ -18,7 +18,7 @@ OOM_SCORE = "1000"  # the first process for the OOM killer to end: all that it h
 _PR_SET_PDEATHSIG = 1
 _PROT_READ, _MAP_SHARED = 1, 1
 
-_buffer = bytearray(16 << 20)
+_BUFFER_BYTES = 16 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -27,9 +27,9 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 def read(path: str) -> int:
     """Read a file, and return its bytes. Large sequential reads are the fastest way for disks."""
-    size = 0
+    size, buffer = 0, bytearray(_BUFFER_BYTES)  # a process that locks has none
     with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(_buffer):
+        while got := file.readinto(buffer):
             size += got
     return size
 
