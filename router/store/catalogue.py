@@ -181,13 +181,13 @@ def missing(folder: Path) -> str:
     """Return what a snapshot lacks, as text for a message; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
-    for index, single in ((INDEX, WEIGHTS), (PICKLED_INDEX, PICKLED)):
+    for index, single in ((INDEX, single_weights_in(folder).name), (PICKLED_INDEX, PICKLED)):
         if _is_file(folder / index):
             return _missing_shard(folder, index)
         if _is_file(folder / single):
             return ""
     # Weights of further names are not loaded, such as consolidated.safetensors and adapter_model.safetensors.
-    return "" if _is_file(single_weights_in(folder)) else WEIGHTS
+    return WEIGHTS
 
 
 def _missing_shard(folder: Path, index: str) -> str:

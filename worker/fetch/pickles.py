@@ -6,7 +6,7 @@ from worker.errors import StartError
 from worker.protocol import pickled_weights
 from worker.protocol.events import Exit
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import INDEX, shard_names, single_weights_in
 
 
 def pickle_files(snapshot: Path) -> list[Path]:
@@ -14,7 +14,7 @@ def pickle_files(snapshot: Path) -> list[Path]:
 
     Raise StartError if one is missing, is damaged, or holds anything else than tensors.
     """
-    if (snapshot / WEIGHTS).is_file() or (snapshot / INDEX).is_file():
+    if single_weights_in(snapshot).is_file() or (snapshot / INDEX).is_file():
         return []
     names = [PICKLED] if (snapshot / PICKLED).is_file() else []
     if not names and (snapshot / PICKLED_INDEX).is_file():

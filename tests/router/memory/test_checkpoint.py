@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from router.config.presets import Preset
-from router.memory.checkpoint import meta, modalities, offered, read
+from router.memory.checkpoint import has_only_pickles, meta, modalities, offered, read
 from router.memory.checkpoint_facts import Linears, Part, Tally, UnknownCheckpoint
 from router.store import catalogue
 from tests import tiny
 from tests.pickled import pickle_weights, poison
 from tests.sparse import SIZES, Tensors, write_weights
+from worker.fetch.pickles import pickle_files
+from worker.protocol.pickled_weights import PICKLED
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -243,6 +245,10 @@ def test_weights_may_have_the_name_that_autogptq_gave_them(tmp_path: Path) -> No
     found = read(folder)
     assert (found.quantization, replace(found, identity=before.identity)) == ("gptq", before)
     assert catalogue.missing(folder) == ""
+    (folder / PICKLED).touch()  # a second copy, which is neither converted nor read
+    assert not has_only_pickles(str(folder))
+    assert pickle_files(folder) == []
+    assert read(folder) == found
 
 
 def test_compression_config_is_quantization_config(tmp_path: Path) -> None:
