@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # it imports this module
 log = logging.getLogger("router.fleet.lifecycle")
 
 FETCHED = "downloaded"  # the `reason` of a worker that was started only to download files
-# Seconds that a load waits for the imports of the fork server, which takes 3 s, or 40 on a busy machine. A guess.
-FORK_SERVER_TIMEOUT = 120.0
 CUT_GRACE = 1.0  # seconds for requests to forward the last bytes or write an error before connections close; a guess
 
 
@@ -124,9 +122,7 @@ async def _run(worker: Worker, fleet: Fleet) -> None:
     if draft is not None:  # unlike an adapter, it is part of the estimate: without it the load fails
         await fleet.launcher.download(program, draft, _listener(worker, fleet))
     # A worker that starts before would be executed: it would take some hundred MiB more, and keep a smaller KV cache.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FORK_SERVER_TIMEOUT):
-            await fleet.launcher.will_fork(program)
+    await fleet.launcher.will_fork(program)
     await estimate_costs(worker, fleet)
     await trace_unknown(worker, fleet, program)
     assert worker.costs is not None

@@ -35,6 +35,8 @@ log = logging.getLogger("router.launch.fork_server")
 NAME = "fork-server"  # in logs
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
 REPLY_TIMEOUT = 20.0
+# Seconds from its start for which loads wait for its imports, which take 3 s, or 40 on a busy machine. A guess.
+IMPORT_TIMEOUT = 120.0
 MAX_MODULES = 100  # modules of one worker that are imported; a family has a handful
 KILLED = -9  # exit code of a worker that died with its fork server, so that its own code is unknown
 FIRST_PAUSE = 1.0  # seconds until a fork server that has exited is replaced; doubles each time
@@ -49,7 +51,15 @@ class ForkFailed(RouterError):
 class ForkServerProcess:
     """One fork server process, from its start to its exit."""
 
-    def __init__(self, program: Sequence[str], env: Mapping[str, str], *, log: Log, on_warm: Callable[[], None]):
+    def __init__(
+        self,
+        program: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        log: Log,
+        on_warm: Callable[[], None],
+        import_timeout: float = IMPORT_TIMEOUT,
+    ):
         """Start a fork server.
 
         `program`: the worker command up to the verb. `env`: what its workers have in common. `on_warm`: called each
@@ -69,7 +79,7 @@ class ForkServerProcess:
         self.child = child
         self.pid = child.pid
         self.is_warm = False  # its imports are done
-        self.settled = asyncio.Event()  # its imports are done, or it has exited
+        self.settled = asyncio.Event()  # its imports are done or take too long, or it has exited
         self.is_silent = False  # it owes a reply and is late with it
         self.resident = 0  # bytes of main memory, as it last reported; 0: not yet
         self.reply_timeout = REPLY_TIMEOUT
@@ -83,6 +93,7 @@ class ForkServerProcess:
         self._zombies: set[int] = set()  # children whose exit was reported without it: it has yet to reap them
         self._modules: set[str] = set()  # modules that it was ordered to import
         self._timer: asyncio.TimerHandle | None = None  # runs while it owes a reply
+        self._settling = self._loop.call_later(import_timeout, self.settled.set)
         child.on_event = self._on_event
         child.exited.add_done_callback(self._on_exited)
 
@@ -256,6 +267,7 @@ class ForkServerProcess:
     def _on_exited(self, _: "asyncio.Future[int]") -> None:
         """All its events have been read, and its children have become ours."""
         self.settled.set()
+        self._settling.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._orders.close()
@@ -321,7 +333,8 @@ class ForkServerSupervisor:
         return asyncio.get_running_loop().time() - self._refused_at > REFUSAL_PAUSE
 
     async def imported(self) -> None:
-        """Wait until the present fork server has done its imports or has exited. Return at once if none runs."""
+        """Wait until the present fork server has done its imports or has exited, or IMPORT_TIMEOUT has passed since its
+        start. Return at once if none runs."""
         if self.server is not None:
             await self.server.settled.wait()
 

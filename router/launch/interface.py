@@ -170,7 +170,10 @@ class Launcher(Protocol):
         """True if a worker of `program` would be forked if it were started now."""
 
     async def will_fork(self, program: Program) -> bool:
-        """Wait while the fork server does its imports. Return True if a worker of `program` would be forked then."""
+        """Wait while the fork server does its imports, for a bounded time.
+
+        Return True if a worker of `program` would be forked then.
+        """
 
     async def refresh(self) -> Sequence[Reading]:
         """Read all devices now. Returns once that is done, within about a second."""

@@ -253,6 +253,19 @@ async def test_will_fork_waits_for_the_imports_or_the_exit_of_the_fork_server(la
         assert not await launcher.will_fork(Program(model="m", worker="m#2", forks=False))
 
 
+async def test_all_loads_together_wait_for_a_fork_server_that_does_not_end_its_imports() -> None:
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT}
+    waits = ForkServerProcess(PROGRAM, env, log=Log("a", "a"), on_warm=lambda: None, import_timeout=0.1)
+    try:
+        os.kill(waits.pid, signal.SIGSTOP)
+        async with asyncio.timeout(DEADLINE):
+            await waits.settled.wait()
+        assert not waits.can_fork
+        assert waits.settled.is_set(), "further loads do not wait"
+    finally:
+        await uncancelled(waits.child.end())
+
+
 async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: ForkingLauncher) -> None:
     fork_server = await launcher.warmed()
     async with serving(launcher) as worker:

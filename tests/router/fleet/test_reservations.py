@@ -300,14 +300,6 @@ async def test_a_model_that_is_requested_before_the_fork_server_is_warm_is_estim
     assert world.costs("a").forked
 
 
-async def test_a_load_goes_on_without_a_fork_server_that_does_not_end_its_imports() -> None:
-    world = forking(a=model())
-    world.launcher.fork_server = False
-    world.launcher.hold("imports")
-    await world.ask("a")
-    assert not world.costs("a").forked
-
-
 def forking_only() -> Schedule:
     """A model on a device that holds it only if it is forked. The fork server is not warm yet."""
     keys = {"a": {"parallel": 3}}
