@@ -8,7 +8,7 @@ from worker.engines.transformers.schedule.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Rows and slots are those of the running sequences, and each follower has a running leader."""
+    """Rows and slots are those of the running sequences."""
     check_rows(scheduler._capacity)
     if scheduler._slots is not None:
         check_slots(scheduler._slots)

@@ -46,6 +46,14 @@ def test_choices_wait_for_the_first_one_and_take_the_blocks_of_its_prompt() -> N
     assert computed(scheduler) == {0: 2 * B + 3 + 2, 1: 3 + 2, 2: 3 + 2}
 
 
+def test_all_choices_that_waited_begin_in_the_same_step() -> None:
+    scheduler = Scheduler(BlockAllocator(8, 64), chunk=99)
+    for each in choices(8, prompt=2 * B + 3):
+        scheduler.add(each)
+    advance(scheduler, scheduler.next(99))
+    assert len(scheduler.next(99)) == 8
+
+
 def test_later_requests_pass_choices_that_wait() -> None:
     scheduler = Scheduler(BlockAllocator(2, 16), chunk=16)
     for each in (*choices(3, prompt=2 * B + 3), sequence(9, 4)):
@@ -56,16 +64,23 @@ def test_later_requests_pass_choices_that_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "capacity", [RowAllocator(4), BlockAllocator(4, 16, caches=False)], ids=["without blocks", "without prefix caching"]
+    ("capacity", "prompt"),
+    [
+        pytest.param(RowAllocator(4), 2 * B + 3, id="without blocks"),
+        pytest.param(BlockAllocator(4, 16, caches=False), 2 * B + 3, id="without prefix caching"),
+        pytest.param(BlockAllocator(4, 16), B, id="prompt of one block"),
+    ],
 )
-def test_choices_that_can_share_no_blocks_compute_the_prompt_each_without_waiting(capacity: RowAllocator) -> None:
+def test_choices_that_can_share_no_blocks_compute_the_prompt_each_without_waiting(
+    capacity: RowAllocator, prompt: int
+) -> None:
     scheduler = Scheduler(capacity, chunk=16)
-    for each in choices(3, prompt=6):
+    for each in choices(3, prompt=prompt):
         scheduler.add(each)
     scheduler.next(99)
     assert scheduler.running == 3
     scheduler.preempt(sequences(scheduler)[0])
-    assert computed(scheduler)[2] == 6 + 2
+    assert computed(scheduler)[2] == prompt + 2
 
 
 def test_if_the_first_choice_is_preempted_the_next_one_computes_the_prompt() -> None:

@@ -124,9 +124,9 @@ class RowAllocator:
         self._owners[row] = sequence.id
         return row, 0
 
-    def may_reuse(self, sequence: Sequence) -> bool:
-        """True if the prompt of the sequence may have blocks that another one has computed."""
-        return False
+    def shareable(self, sequence: Sequence) -> int:
+        """Leading tokens of the prompt that another sequence with this prompt need not compute. Here it is 0."""
+        return 0
 
     def grow(self, row: int, end: int) -> bool:
         """Reserve room for the tokens of the row up to `end`. Return False if there is not enough."""
@@ -245,7 +245,7 @@ class BlockAllocator(RowAllocator):
         """
         table = self._tables[row]
         held = len(table.keys)
-        if sequence.computed != held * BLOCK_TOKENS or not self.may_reuse(sequence):
+        if sequence.computed != held * BLOCK_TOKENS or not self._may_reuse(sequence):
             return 0
         found, keys = [], list(table.keys)
         for _ in range(held, (len(sequence.tokens) - 1) // BLOCK_TOKENS):
@@ -267,6 +267,9 @@ class BlockAllocator(RowAllocator):
         for block in (*table.blocks[:held], *found, *table.blocks[held + len(found) :]):
             changed.append(block)
         return len(found) * BLOCK_TOKENS
+
+    def shareable(self, sequence: Sequence) -> int:
+        return (sequence.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS if self._may_reuse(sequence) else 0
 
     def release(self, row: int, *, is_corrupt: bool = False, is_checked: bool = True) -> None:
         super().release(row)
@@ -331,7 +334,7 @@ class BlockAllocator(RowAllocator):
         """Cached blocks of the longest known prefix, but never of the whole sequence: its last token must be computed
         for its logits. Empty if logits are needed at every prompt position.
         """
-        if not self.may_reuse(sequence):
+        if not self._may_reuse(sequence):
             return []
         found = []
         for key in self._keys(sequence):
@@ -341,7 +344,7 @@ class BlockAllocator(RowAllocator):
             found.append(block)
         return found
 
-    def may_reuse(self, sequence: Sequence) -> bool:
+    def _may_reuse(self, sequence: Sequence) -> bool:
         return self._caches and not sequence.prompt_logprobs
 
     def _keys(self, sequence: Sequence) -> list[bytes]:

@@ -72,7 +72,7 @@ class Scheduler:
     """Sequences from arrival to end, first come, first served. A running sequence holds one row of the cache.
 
     The choices of one request (`n` > 1) are sequences of their own. Where the cache has blocks that they can share,
-    they wait until the first one has computed the prompt, and take its blocks.
+    they wait until one of them has computed these, and take them.
 
     If the cache cannot hold the full context of every row, the youngest sequence is preempted when blocks run out. The
     oldest is never preempted, so there is always progress. Preempted sequences are admitted before new ones.
@@ -239,38 +239,42 @@ class Scheduler:
                     sequence.cached += found
 
     def _admit_all(self) -> None:
-        """Admit in order of arrival. Sequences without an adapter may pass one that waits for its adapter's slot, and
-        any may pass choices that wait for the prompt of their request.
-        """
-        passed = 0
-        while passed < len(self._waiting) and len(self._running) < self._max_running:
-            first = self._waiting[passed]
-            if self._is_passed(first, passed):
-                passed += 1
-            elif self._admit(first):
-                del self._waiting[passed]
-            else:
+        """Admit in order of arrival, as far as there is room."""
+        for sequence in self._candidates():
+            if len(self._running) >= self._max_running or not self._admit(sequence):
                 break  # no room: smaller requests after it may not pass, or it would wait for ever
+            self._waiting.remove(sequence)
 
     def _could_admit(self) -> bool:
         """True if `next` would admit a sequence now. Mirrors `_admit_all` without side effects."""
-        if len(self._running) < self._max_running:
-            # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
-            for passed, sequence in enumerate(self._waiting):
-                if not self._is_passed(sequence, passed):
-                    return self._capacity.can_admit(sequence)
-        return False
+        # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
+        first = next(self._candidates(), None) if len(self._running) < self._max_running else None
+        return first is not None and self._capacity.can_admit(first)
 
-    def _is_passed(self, sequence: Sequence, passed: int) -> bool:
-        """True if later requests may pass a waiting sequence, which has itself `passed` others."""
-        if sequence.adapter is not None and (passed or not self._has_slot(sequence)):
-            # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier one
-            # waits for, again and again.
-            return True
-        return self._capacity.may_reuse(sequence) and any(
-            sequence.group is not None and other.group == sequence.group and not other.output_tokens
-            for other, _ in self._running.values()
-        )
+    def _candidates(self) -> Iterator[Sequence]:
+        """Waiting sequences in the order of their admission. The caller admits each before it asks for the next one.
+
+        Any request may pass choices that wait for the prompt of their request. Sequences without an adapter may pass
+        one that waits for its adapter's slot.
+        """
+        computing = {sequence.group for sequence, _ in self._running.values() if self._computes_for_group(sequence)}
+        is_slot_awaited = False
+        for sequence in tuple(self._waiting):
+            if sequence.group in computing:
+                is_slot_awaited = True
+                continue
+            if sequence.adapter is not None and (is_slot_awaited or not self._has_slot(sequence)):
+                # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
+                # one waits for, again and again.
+                is_slot_awaited = True
+                continue
+            yield sequence
+            if self._computes_for_group(sequence):
+                computing.add(sequence.group)
+
+    def _computes_for_group(self, sequence: Sequence) -> bool:
+        """True if a running sequence has yet to compute blocks that the other choices of its request can take."""
+        return sequence.group is not None and sequence.computed < self._capacity.shareable(sequence)
 
     def _has_slot(self, sequence: Sequence) -> bool:
         return sequence.adapter is None or self._slots is None or self._slots.can_acquire(sequence.adapter.adapter)
