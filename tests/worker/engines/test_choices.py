@@ -12,6 +12,7 @@ from tests.worker.scheduled import advance, sequence, sequences
 from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter, LoraSlots
 from worker.engines.transformers.schedule.scheduler import Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
@@ -61,6 +62,17 @@ def test_later_requests_pass_choices_that_wait() -> None:
     scheduler.next(99)
     assert [each.id for each in sequences(scheduler)] == [0, 9, 1, 2]
     assert computed(scheduler) == {0: 2 * B + 3 + 2, 9: 4 + 2, 1: 3 + 2, 2: 3 + 2}
+
+
+def test_requests_with_adapters_pass_choices_that_wait_for_their_prompt() -> None:
+    scheduler = Scheduler(BlockAllocator(4, 16), 16, LoraSlots(1))
+    adapters = [AppliedAdapter(LoraAdapter(number, str(number), "")) for number in range(2)]
+    waits, adapted = (sequence(id, 4, adapter=adapter) for id, adapter in zip((3, 4), adapters, strict=True))
+    for each in (*choices(3, prompt=2 * B + 3), waits, adapted):
+        scheduler.add(each)
+    scheduler.next(99)
+    assert [each.id for each in sequences(scheduler)] == [0, 3, 1, 2, 4]
+    assert computed(scheduler) == {0: 2 * B + 3 + 2, 3: 4 + 2, 1: 3 + 2, 2: 3 + 2, 4: 4 + 2}
 
 
 @pytest.mark.parametrize(

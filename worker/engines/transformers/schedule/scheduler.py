@@ -261,7 +261,6 @@ class Scheduler:
         is_slot_awaited = False
         for sequence in tuple(self._waiting):
             if sequence.group in computing:
-                is_slot_awaited = True
                 continue
             if sequence.adapter is not None and (is_slot_awaited or not self._has_slot(sequence)):
                 # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
