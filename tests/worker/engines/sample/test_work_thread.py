@@ -1,12 +1,11 @@
 """The thread of calls of which a slow one can be detached."""
 
 import functools
-import os
 import threading
 
 import pytest
 
-from worker.engines.transformers.sample.work_thread import LOW_PRIORITY, WorkThread
+from worker.engines.transformers.sample.work_thread import WorkThread
 
 DEADLINE = 60.0
 
@@ -88,30 +87,3 @@ def test_the_cpu_time_of_a_job_is_that_of_its_thread_alone() -> None:
     sum(range(3_000_000))
     assert spinning.cpu_seconds == after, "it has ended"
     thread.close()
-
-
-def priority() -> int:
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def test_only_detached_jobs_and_threads_of_slow_ones_have_a_low_priority() -> None:
-    usual, slow = WorkThread("usual"), WorkThread("slow", low_priority=True)
-    before, begun, release = priority(), threading.Event(), threading.Event()
-
-    def held() -> tuple[int, int]:
-        at_first = priority()
-        begun.set()
-        release.wait()
-        return at_first, priority()
-
-    job = usual.submit(held)
-    behind = usual.submit(priority)
-    assert begun.wait(DEADLINE)
-    usual.detach(job)
-    release.set()
-    low = max(before, LOW_PRIORITY)
-    assert job.future.result(DEADLINE) == (before, low)
-    assert behind.future.result(DEADLINE) == before
-    slow.submit(lambda: None).future.result(DEADLINE)
-    assert slow.submit(priority).future.result(DEADLINE) == low
-    assert priority() == before

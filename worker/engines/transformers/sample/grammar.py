@@ -278,10 +278,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
-        self._mask_threads = (
-            WorkThread("grammar", clock_of_thread),
-            WorkThread("grammar-slow", clock_of_thread, low_priority=True),
-        )
+        self._mask_threads = tuple(WorkThread(name, clock_of_thread) for name in ("grammar", "grammar-slow"))
         self._compilers = tuple(
             WorkThread(name, clock_of_thread, stack_bytes=COMPILER_STACK_BYTES)
             for name in ("grammar-compiler", "grammar-compiler-long")

@@ -1,11 +1,9 @@
 """A thread for calls into a library that cannot be interrupted, and of which a slow one can be detached.
 
-A detached call goes on in its thread with a lower priority, and the calls behind it continue in another one. The CPU
-time of a call is measured from outside, so a machine that is busy with something else makes no call slow.
+A detached call goes on in its thread, and the calls behind it continue in another one. The CPU time of a call
+is measured from outside, so a machine that is busy with something else makes no call slow.
 """
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +13,6 @@ from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
 Clock = Callable[[], float]
-
-# Niceness of threads that may compute for long. On Linux each thread has its own. Beside the threads of a step, which
-# use all cores, they get a tenth of a core.
-LOW_PRIORITY = 10
 
 
 def thread_clock() -> Clock:
@@ -75,19 +69,10 @@ class Job(Generic[Result]):
 class WorkThread:
     """Runs jobs one after the other in a thread that starts with the first one."""
 
-    def __init__(
-        self,
-        name: str,
-        clock_of_thread: Callable[[], Clock] = thread_clock,
-        *,
-        stack_bytes: int = 0,
-        low_priority: bool = False,
-    ):
+    def __init__(self, name: str, clock_of_thread: Callable[[], Clock] = thread_clock, *, stack_bytes: int = 0):
         """`clock_of_thread`: returns the clock of the thread that calls it; tests replace it. `stack_bytes`: of its
-        threads; 0: as usual. Only what is used of a stack takes memory. `low_priority`: all jobs give way to others
-        that need the CPU."""
+        threads; 0: as usual. Only what is used of a stack takes memory."""
         self._name, self.clock_of_thread, self._stack_bytes = name, clock_of_thread, stack_bytes
-        self._low_priority = low_priority
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -110,7 +95,6 @@ class WorkThread:
         """Continue with the next job in a new thread, if `job` is still running. It goes on in its own thread."""
         with self._lock:
             if self._current is job:
-                _lower_priority(self._thread)
                 self._start()
 
     def make_way(self) -> None:
@@ -135,8 +119,6 @@ class WorkThread:
             self._thread.start()
         finally:
             threading.stack_size(before)
-        if self._low_priority:
-            _lower_priority(self._thread)
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -148,10 +130,3 @@ class WorkThread:
                 if self._thread is not me:
                     return
                 self._current = None
-
-
-def _lower_priority(thread: threading.Thread | None) -> None:
-    if thread is not None and thread.native_id is not None:
-        with contextlib.suppress(OSError):  # it has ended
-            now = os.getpriority(os.PRIO_PROCESS, thread.native_id)
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, max(now, LOW_PRIORITY))
