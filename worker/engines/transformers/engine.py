@@ -78,7 +78,13 @@ class TransformersEngine:
         self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
         self._send_need = announce
         self._growth = Growth(self._announce)
-        self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size, growth=self._growth)
+        self._grammars = Grammars(
+            tokenizer,
+            ends=vocabulary.ends,
+            vocab_size=vocabulary.size,
+            growth=self._growth,
+            rests=all(device.type == "cpu" for device in layer_split.devices_of(options)),
+        )
         self._streams = StreamFactory(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._generation: GenerationLoop | None = None
         self._encoder: EncoderLoop | None = None

@@ -314,7 +314,7 @@ class FakeGrammars:
 class FakeMatcher:
     """The matcher of such a grammar."""
 
-    is_over = False
+    is_over = is_slow = False
 
     def __init__(self) -> None:
         self.taken: list[int] = []

@@ -49,6 +49,7 @@ from worker.engines.transformers.sample.grammar import (
     MASK_SECONDS,
     MAX_COMPILED,
     MAX_DETACHED,
+    REST_FACTOR,
     SLOW_SECONDS,
     GrammarMatcher,
     Grammars,
@@ -1036,3 +1037,36 @@ def test_a_set_bit_costs_nothing_and_any_other_everything() -> None:
     bits = np.random.default_rng(3).integers(0, 256, (5, 40), dtype=np.uint8)
     expected = np.where(np.unpackbits(bits, axis=1, bitorder="little") == 1, 0.0, -np.inf)
     assert np.array_equal(mask_bias(bits, torch.device("cpu")).numpy(), expected)
+
+
+def test_slow_masks_leave_time_only_to_other_requests_and_only_where_these_are_computed_on_the_cpu() -> None:
+    for rests, has_neighbours in ((False, True), (True, False), (True, True)):
+        grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512, rests=rests)
+        grammars.has_neighbours = has_neighbours
+        factor = REST_FACTOR if rests and has_neighbours else 0
+        assert grammars.rest(0.02) == pytest.approx(factor * 0.02)
+        assert grammars.rest(9.0) == pytest.approx(factor * MASK_SECONDS), "a detached mask is not waited for"
+
+
+async def test_only_sequences_without_a_slow_grammar_are_neighbours_of_one(engine: TransformersEngine) -> None:
+    loop = engine._generation
+    assert loop is not None
+    seen: list[tuple[int, bool]] = []
+    usual = loop._hold_late
+
+    def noted() -> None:
+        for choice in loop._active:
+            if choice.matcher is not None:
+                choice.matcher.is_slow = True
+        usual()
+        free = sum(choice.matcher is None for choice in loop._active)
+        seen.append((free, engine._grammars.has_neighbours))
+
+    loop._hold_late = noted  # type: ignore[method-assign]
+    try:
+        await complete_one(engine, PROMPT, grammar=Grammar("regex", "[a-z ]{1,400}", "regex"), max_tokens=4)
+        await complete_one(engine, PROMPT, max_tokens=4)
+    finally:
+        loop._hold_late = usual  # type: ignore[method-assign]
+    assert {found for _, found in seen} == {True, False}
+    assert all(found == (free > 0) for free, found in seen)

@@ -87,3 +87,21 @@ def test_the_cpu_time_of_a_job_is_that_of_its_thread_alone() -> None:
     sum(range(3_000_000))
     assert spinning.cpu_seconds == after, "it has ended"
     thread.close()
+
+
+def test_a_thread_rests_between_jobs_by_the_cpu_time_of_each() -> None:
+    clock, seen = [0.0], []
+    rests = threading.Event()
+
+    def rest(seconds: float) -> float:
+        seen.append(seconds)
+        if len(seen) == 2:
+            rests.set()
+        return 0.0
+
+    thread = WorkThread("jobs", lambda: lambda: clock[0], rest=rest)
+    for seconds in (0.5, 2.0):
+        thread.submit(lambda seconds=seconds: clock.__setitem__(0, clock[0] + seconds)).future.result(DEADLINE)  # type: ignore[misc]
+    assert rests.wait(DEADLINE)
+    assert seen == [0.5, 2.0]
+    thread.close()

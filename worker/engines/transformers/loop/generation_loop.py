@@ -234,8 +234,13 @@ class GenerationLoop:
     def _hold_late(self) -> None:
         """Let sequences sit out of the next step whose grammar mask is late. End those whose mask takes too long, or
         follows their last token."""
+        if self._grammars is None:
+            return
+        self._grammars.has_neighbours = any(
+            choice.matcher is None or not choice.matcher.is_slow for choice in self._active
+        )
         for choice in self._active:
-            if self._grammars is None or choice.matcher is None or choice.sequence not in self._active:
+            if choice.matcher is None or choice.sequence not in self._active:
                 continue
             is_over = False
             try:

@@ -74,6 +74,10 @@ MASK_SECONDS = 0.2
 # CPU time of a slow mask. A usual one takes 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms
 # (english.gbnf of llama.cpp).
 SLOW_SECONDS = 0.002
+# Where masks take CPU time from steps, slow ones take a fifth of a core while other requests run: their thread rests so
+# many times as long as it has computed. A lower priority of the thread was rejected. Beside two busy programs a free
+# stream took 57 ms per token with it, and 44 without: a thread without a core kept the interpreter lock.
+REST_FACTOR = 4
 # The longest wait for a mask in a step in which no other sequence can go on. Requests that arrive meanwhile wait, too.
 ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
@@ -265,9 +269,11 @@ class Grammars:
         compile_seconds: float = COMPILE_SECONDS,
         clock_of_thread: Callable[[], Clock] = thread_clock,
         growth: Growth | None = None,
+        rests: bool = False,
     ):
         """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits; `compile_seconds`: CPU time
-        that one grammar may take; `clock_of_thread`: as of WorkThread; `growth`: announces main memory; None: not."""
+        that one grammar may take; `clock_of_thread`: as of WorkThread; `growth`: announces main memory; None: not;
+        `rests`: slow masks leave CPU time to steps."""
         self._compile_seconds, self._clock_of_thread = compile_seconds, clock_of_thread
         self._growth = growth or Growth()
         self._tokenizer = tokenizer
@@ -278,7 +284,12 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
-        self._mask_threads = tuple(WorkThread(name, clock_of_thread) for name in ("grammar", "grammar-slow"))
+        self._rests = rests
+        self.has_neighbours = False  # sequences without a slow grammar run
+        self._mask_threads = (
+            WorkThread("grammar", clock_of_thread),
+            WorkThread("grammar-slow", clock_of_thread, rest=self.rest),
+        )
         self._compilers = tuple(
             WorkThread(name, clock_of_thread, stack_bytes=COMPILER_STACK_BYTES)
             for name in ("grammar-compiler", "grammar-compiler-long")
@@ -400,6 +411,10 @@ class Grammars:
         if job.cpu_seconds > MASK_SECONDS:
             raise _too_complex(matcher.field, "choosing a token takes too long")
         return True
+
+    def rest(self, seconds: float) -> float:
+        """Seconds without a slow mask after one that took `seconds` of CPU time."""
+        return REST_FACTOR * min(seconds, MASK_SECONDS) if self._rests and self.has_neighbours else 0.0
 
     @functools.cached_property
     def mask_bytes(self) -> int:

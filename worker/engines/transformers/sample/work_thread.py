@@ -69,10 +69,19 @@ class Job(Generic[Result]):
 class WorkThread:
     """Runs jobs one after the other in a thread that starts with the first one."""
 
-    def __init__(self, name: str, clock_of_thread: Callable[[], Clock] = thread_clock, *, stack_bytes: int = 0):
+    def __init__(
+        self,
+        name: str,
+        clock_of_thread: Callable[[], Clock] = thread_clock,
+        *,
+        stack_bytes: int = 0,
+        rest: Callable[[float], float] = lambda _: 0.0,
+    ):
         """`clock_of_thread`: returns the clock of the thread that calls it; tests replace it. `stack_bytes`: of its
-        threads; 0: as usual. Only what is used of a stack takes memory."""
+        threads; 0: as usual. Only what is used of a stack takes memory. `rest`: seconds without a job after one, by the
+        CPU seconds of that one."""
         self._name, self.clock_of_thread, self._stack_bytes = name, clock_of_thread, stack_bytes
+        self._rest = rest
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -130,3 +139,4 @@ class WorkThread:
                 if self._thread is not me:
                     return
                 self._current = None
+            time.sleep(self._rest(job.cpu_seconds))
