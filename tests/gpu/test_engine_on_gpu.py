@@ -95,7 +95,7 @@ def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: 
     def batch(count: int) -> Batch:
         made = []
         for sequence, row in rows[:count]:
-            assert capacity.grow(row, sequence.computed + 1)
+            assert capacity.grow(row, sequence.computed, sequence.computed + 1)
             made.append(Segment(sequence, row, sequence.computed, 1, capacity.table(row)))
         return tuple(made)
 

@@ -8,11 +8,14 @@ from worker.engines.transformers.schedule.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Rows and slots are those of the running sequences."""
+    """Rows and slots are those of the running sequences, and each follower has a running leader."""
     check_rows(scheduler._capacity)
     if scheduler._slots is not None:
         check_slots(scheduler._slots)
-    assert scheduler._capacity.owners == {row: id for id, (_, row) in scheduler._running.items()}
+    running, leaders = scheduler._running, set(scheduler._leaders.values())
+    assert scheduler._capacity.owners == {row: id for id, (_, row) in running.items()}
+    assert set(scheduler._following) | leaders <= set(running)
+    assert set(scheduler._following.values()) <= leaders
 
 
 def check_rows(rows: RowAllocator) -> None:

@@ -48,7 +48,11 @@ def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
         segment.sequence.computed = segment.end
         if not segment.completes:
             continue
-        if segment.sequence.append(7):
-            scheduler.remove(segment.sequence)
-            ended.append(segment.sequence.id)
+        forked = scheduler.followers(segment.sequence) if not segment.sequence.output_tokens else []
+        for follower in forked:
+            scheduler.fork(follower)
+        for each in (segment.sequence, *forked):
+            if each.append(7):
+                scheduler.remove(each)
+                ended.append(each.id)
     return ended

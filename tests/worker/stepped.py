@@ -49,6 +49,10 @@ class JournalRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
+    def fork(self, source: int, target: int) -> None:
+        self.calls.append(f"fork {source} {target}")
+        self.runner.fork(source, target)
+
     def forget(self, row: int) -> None:
         self.calls.append(f"forget {row}")
         self.runner.forget(row)

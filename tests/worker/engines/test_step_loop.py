@@ -36,6 +36,9 @@ class Flat:
         logits[:, 5] = 1.0
         return logits
 
+    def fork(self, source: int, target: int) -> None:
+        raise AssertionError("no request has a second choice")
+
     def forget(self, row: int) -> None:
         pass
 

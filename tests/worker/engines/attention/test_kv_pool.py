@@ -53,8 +53,11 @@ def test_reads_return_the_stored_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_blocks_are_erased_to_zeros_with_all_that_belongs_to_them(name: str) -> None:
-    pool, _ = filled(name, heads=2, dim=32, rows=2, blocks=4)
+def test_blocks_are_copied_with_all_that_belongs_to_them_and_erased_to_zeros(name: str) -> None:
+    pool, both = filled(name, heads=2, dim=32, rows=2, blocks=4)
+    pool.copy([(1, 2), (0, 1)])
+    for found, whole in zip(pool.read(1, ((B, 2 * B),)), both, strict=True):
+        assert torch.equal(found[0].transpose(0, 1), torch.cat([whole[:B], whole[B : 2 * B]]))
     pool.erase([1])
     assert not any(bool(each.any()) for each in pool.read(1, ((B, B),)))
     assert all(bool(each.any()) for each in pool.read(1, ((2 * B, B),)))

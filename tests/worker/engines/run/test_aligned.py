@@ -1,4 +1,4 @@
-"""The aligned runner alone: any family, in any batch, with repeated steps and freed rows."""
+"""The aligned runner alone: any family, in any batch, with repeated steps, forks and freed rows."""
 
 import random
 from pathlib import Path
@@ -112,6 +112,26 @@ def test_text_equals_generate_while_requests_join_end_and_are_preempted(family: 
         assert next(rows, None) is None
     assert finished >= 4
     assert len({token for answer in expected for token in answer}) > 10, "the text is varied enough for the comparison"
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba", "t5"])
+def test_a_fork_goes_on_as_its_source_would(family: str, tmp_path: Path) -> None:
+    _, runner = made(family, tmp_path)
+    one = sequence(0, prompt(20))
+    runner.run((Segment(one, 0, 0, 20),))
+    runner.fork(0, 2)
+    one.computed = 20
+    one.tokens.append(5)
+    other = sequence(1, prompt(20))
+    other.tokens.append(9)
+    other.computed = 20
+    both = runner.run((Segment(one, 0, 20, 1), Segment(other, 2, 20, 1)))
+    for row, token in ((0, 5), (1, 9)):
+        fresh = sequence(2, prompt(20))
+        runner.run((Segment(fresh, 3, 0, 20),))
+        fresh.tokens.append(token)
+        torch.testing.assert_close(runner.run((Segment(fresh, 3, 20, 1),))[0], both[row], rtol=1e-4, atol=1e-4)
+        runner.forget(3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "falcon_h1"])

@@ -154,7 +154,7 @@ def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_i
     ahead = tuple(
         Segment(each.sequence, each.row, each.end, 1, each.table, ahead=True)
         for each in batch
-        if blocks.grow(each.row, each.end + 1)
+        if blocks.grow(each.row, each.end, each.end + 1)
     )
     fixed.run(ahead, torch.tensor([5, 6, 7]))
     assert torch.equal(staged, before)
@@ -167,7 +167,7 @@ def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[GraphRu
     fixed, _, blocks = world
     batch = decodes(blocks, 3)
     for each in batch:
-        assert blocks.grow(each.row, each.end + 1)
+        assert blocks.grow(each.row, each.end, each.end + 1)
     device_tokens = torch.tensor([50, 60, 70])
     ahead = tuple(Segment(each.sequence, each.row, each.end, 1, each.table, ahead=True) for each in batch)
     fixed.run(batch)

@@ -43,7 +43,7 @@ from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.backends import implementation, make_pool, make_runner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
-from worker.engines.transformers.run.in_flight_step import PendingMasks, SegmentChooser, launch
+from worker.engines.transformers.run.in_flight_step import PendingMasks, SegmentChoosers, launch
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw
@@ -444,18 +444,18 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
         sequence = TokenSequence.of(generation(PROMPT, sampling=sampling), id=id, limit=9, ends={1}, seed=id)
         row, _ = capacity.admit(sequence)
         choice = RequestChoice(0, sequence, None, None)  # type: ignore[arg-type]  # not read here
-        parts.append(SegmentChooser(Segment(sequence, row, 0, len(PROMPT), capacity.table(row)), choice))
+        parts.append(SegmentChoosers(Segment(sequence, row, 0, len(PROMPT), capacity.table(row)), [choice]))
     for fixed in (None, GraphRunner(made, rows=4, ctx_size=64) if isinstance(made, PagedRunner) else None):
         flown = launch(made, None, parts)
         after = []
         for part in parts:
             segment = part.segment
-            assert capacity.grow(segment.row, segment.end + 1)
+            assert capacity.grow(segment.row, segment.end, segment.end + 1)
             table = capacity.table(segment.row)
             after.append(Segment(segment.sequence, segment.row, segment.end, 1, table, ahead=True))
         device_tokens = flown.device_tokens((after[2], after[0]))
         assert (device_tokens.shape, device_tokens.device, device_tokens.dtype) == ((2,), device, torch.int64)
-        chosen = [SegmentChooser(after[2], parts[2].chooser), SegmentChooser(after[0], parts[0].chooser)]
+        chosen = [SegmentChoosers(after[2], parts[2].choosers), SegmentChoosers(after[0], parts[0].choosers)]
         launch(fixed or made, None, chosen, device_tokens)
     masks = TokenMasks([0, 2], torch.zeros(2, 64, dtype=torch.uint8).numpy())
     draw(torch.zeros(3, 500, device=device), [RowSampling(WARM, uniform=0.5)] * 3, masks, DeviceToHost())
@@ -501,6 +501,8 @@ class PositionRunner:
             return segment.row, position
         ((place, _),) = segment.table.spans(position, position + 1)
         return place
+
+    def fork(self, source: int, target: int) -> None: ...
 
     def forget(self, row: int) -> None: ...
 

@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from worker.engines.transformers.schedule.aligned_layout import AlignedLayout, ColumnMove, RowSwap
 
@@ -63,6 +63,19 @@ class Rows(RuleBasedStateMachine):
     def ends(self, row: int) -> None:
         self.alignment.forget(row)
         self.lengths.pop(row, None)
+
+    @precondition(lambda self: 0 < len(self.lengths) < SLOTS)
+    @rule()
+    def forks(self) -> None:
+        source = min(self.lengths)
+        target = next(row for row in range(SLOTS) if row not in self.lengths)
+        move = self.alignment.fork(source, target, self.lengths[source])
+        self.carry_out((move,))
+        buffer_row, begin = self.alignment.buffer_row(target), self.alignment.begin(target)
+        for token in range(self.lengths[source]):
+            assert self.columns[buffer_row][begin + token] == f"{source}.{token}"
+            self.columns[buffer_row][begin + token] = f"{target}.{token}"
+        self.lengths[target] = self.lengths[source]
 
     @invariant()
     def every_row_has_its_tokens_in_order(self) -> None:

@@ -26,7 +26,7 @@ def ran(blocks: BlockAllocator, each: Sequence) -> list[int]:
     assert blocks.can_admit(each)
     row, cached = blocks.admit(each)
     each.computed = each.cached = cached
-    assert blocks.grow(row, len(each.tokens))
+    assert blocks.grow(row, cached, len(each.tokens))
     each.computed = len(each.tokens)
     blocks.cache_blocks(row, each)
     held = list(blocks.table(row).blocks)
@@ -200,7 +200,7 @@ def test_a_sequence_that_grows_in_a_full_pool_evicts_whole_runs_and_not_block_by
     assert blocks.reusable == 256 * B
     row, _ = blocks.admit(sequence(99, [99], limit=200 * B))
     for end in range(2, 200 * B):
-        assert blocks.grow(row, end)
+        assert blocks.grow(row, end - 1, end)
     check_rows(blocks)
     assert len(blocks.table(row).runs) < 20
 
@@ -234,7 +234,7 @@ def test_only_the_least_recently_used_block_is_evicted_and_only_in_need(
             row = sorted(running)[turn % len(running)]
             each = running[row]
             if move == "g":
-                if len(each.tokens) + 1 <= room * B and blocks.grow(row, len(each.tokens) + 1):
+                if len(each.tokens) + 1 <= room * B and blocks.grow(row, len(each.tokens), len(each.tokens) + 1):
                     each.tokens.append(seed)
                     needed = 1
                 each.computed = len(each.tokens)
@@ -293,7 +293,7 @@ def test_no_sequence_is_admitted_that_would_be_preempted_at_once() -> None:
     blocks.admit(sequence(1, [1] * (3 * B)))
     assert not blocks.can_admit(sequence(2, [2] * (3 * B))), "one block is left for the running sequence"
     assert blocks.can_admit(sequence(2, [2] * (2 * B)))
-    assert not blocks.grow(0, 7 * B)
+    assert not blocks.grow(0, 3 * B, 7 * B)
 
 
 def test_keys_name_all_tokens_up_to_the_end_of_a_block() -> None:
@@ -307,8 +307,8 @@ def values(each: Sequence) -> list[int]:
 
 
 def answer(each: Sequence) -> int:
-    """The next token, as a model would choose it: by everything before it, and for a choice by its seed."""
-    return (sum(each.tokens) + (0 if each.group is None else each.id)) % 5
+    """The next token, as a model would choose it: by everything before it."""
+    return sum(each.tokens) % 5
 
 
 @settings(max_examples=60, stateful_step_count=40)
@@ -396,10 +396,15 @@ class AnyTraffic(RuleBasedStateMachine):
             assert written.isdisjoint(self.places(each, 0, segment.start)), "a sequence writes where another one reads"
 
     def compute(self, batch: Batch) -> None:
-        """Erase, write, then read all that is seen: it must be the sequence's own tokens."""
+        """Erase, copy, write, then read all that is seen: it must be the sequence's own tokens."""
         for block in self.blocks.take_corrupt():
             self.pool[block] = [None] * B
+        pairs = [segment.table.copy for segment in batch if segment.table is not None and segment.table.copy]
+        for target, content in [(target, list(self.pool[source])) for source, target in pairs]:
+            self.pool[target] = content
         for segment in batch:
+            assert segment.table is not None
+            segment.table.copy = None
             for position in range(segment.start, segment.end):
                 block, offset = divmod(self.place(segment.sequence, position), B)
                 self.pool[block][offset] = values(segment.sequence)[position]
@@ -409,8 +414,15 @@ class AnyTraffic(RuleBasedStateMachine):
 
     def advance(self, each: Sequence, end: int) -> None:
         each.computed = end
-        if end == len(each.tokens) and each.append(answer(each)):
-            self.scheduler.remove(self.live.pop(each.id))
+        if end < len(each.tokens):
+            return
+        forked = self.scheduler.followers(each) if not each.output_tokens else []
+        for follower in forked:
+            source, target = self.scheduler.fork(follower)
+            assert source != target
+        for one in (each, *forked):
+            if one.append(answer(one) if one is each else (one.id + one.output_tokens) % 5):
+                self.scheduler.remove(self.live.pop(one.id))
 
     def place(self, each: Sequence, position: int) -> int:
         return self.places(each, position, position + 1)[0]

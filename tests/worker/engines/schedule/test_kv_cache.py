@@ -17,7 +17,7 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
     for move in moves:
         if move < 6 and rows.has_row:
             owner += 1
-            taken = rows.admit(sequence(owner))[0]
+            taken = rows.attach(sequence(owner))
             assert taken == min(set(range(count)) - set(held)), "the lowest free row is given"
             held.append(taken)
         elif held:

@@ -37,7 +37,7 @@ class KvPool:
         self.positions = blocks * BLOCK_TOKENS
         self.stride = region_blocks(rows, blocks) * BLOCK_TOKENS  # positions from one region start to the next
         # One allocation with the layer first: [layers, keys and values, positions, kv_heads, head_dim]. Blocks are then
-        # erased in all layers with one operation.
+        # copied and erased in all layers with one operation.
         self._store = claim(layers, 2, self.positions, kv_heads, head_dim, dtype=dtype, device=device)
         self.keys = [layer[0] for layer in self._store]
         self.values = [layer[1] for layer in self._store]
@@ -96,11 +96,20 @@ class KvPool:
         found = store.view(self.blocks, BLOCK_TOKENS * kv_heads * head_dim).index_select(0, blocks)
         return found.view(rows, -1, kv_heads, head_dim)
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second, in every layer. All are read before any is written."""
+        blocks = self._by_block()
+        source, target = (upload([pair[side] for pair in pairs], self._store.device) for side in (0, 1))
+        blocks.index_copy_(2, target, blocks.index_select(2, source))
+
     def erase(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
+        self._by_block().index_fill_(2, upload(blocks, self._store.device), 0.0)
+
+    def _by_block(self) -> torch.Tensor:
+        """View `[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""
         layers, _, _, heads, dim = self._store.shape
-        by_block = self._store.view(layers, 2, self.blocks, BLOCK_TOKENS, heads, dim)
-        by_block.index_fill_(2, upload(blocks, self._store.device), 0.0)
+        return self._store.view(layers, 2, self.blocks, BLOCK_TOKENS, heads, dim)
 
 
 class QuantizedKvPool(KvPool):

@@ -320,6 +320,10 @@ class SplitKvPools:
     def lay_out(self, batch: Sequence[PackedSegment]) -> "SplitPackedBatch":
         return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._layer_places)
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for pool in self.pools:
+            pool.copy(pairs)
+
     def erase(self, blocks: Sequence[int]) -> None:
         for pool in self.pools:
             pool.erase(blocks)

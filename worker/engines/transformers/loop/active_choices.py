@@ -6,7 +6,7 @@ Used on the step loop's thread only.
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
-from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChooser
+from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChoosers
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
@@ -80,6 +80,11 @@ class ActiveChoices:
         self.scheduler.restart(sequence)
         self._forget_rows()
 
+    def fork(self, follower: Sequence) -> RequestChoice:
+        """Give `follower` the cache of the prompt that its leader has computed."""
+        self._runner.fork(*self.scheduler.fork(follower))
+        return self._choices[follower.id]
+
     # Batches
 
     def next(
@@ -99,21 +104,27 @@ class ActiveChoices:
         """The segments whose sequences have not ended meanwhile."""
         return tuple(segment for segment in segments if segment.sequence in self)
 
-    def parts(self, batch: Batch) -> list[SegmentChooser]:
-        """The segments of `batch`, each with the choice that samples from its last logits, if one does."""
-        return [
-            SegmentChooser(
-                segment, self.of(segment.sequence) if segment.completes and segment.sequence.limit > 0 else None
-            )
-            for segment in batch
-        ]
+    def parts(self, batch: Batch) -> list[SegmentChoosers]:
+        """The segments of `batch`, each with the choices that sample from its last logits."""
+        return [SegmentChoosers(segment, self._choosers(segment)) for segment in batch]
 
     def _prefill_budget(self, prefill_budget: PrefillBudget, chunk: int) -> int:
         decoding = self.scheduler.decoding
         return prefill_budget.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.prefill_context)
 
+    def _choosers(self, segment: Segment) -> list[RequestChoice]:
+        """The segment's own choice, then the choices that wait for the same prompt."""
+        sequence = segment.sequence
+        if not (segment.completes and sequence.limit > 0):
+            return []
+        followers = self.scheduler.followers(sequence) if not sequence.output_tokens else []
+        return [self._choices[chooser.id] for chooser in (sequence, *followers)]
+
     def _continuing(self, step: InFlightStep) -> set[int]:
-        """Ids of the sequences that continue after `step` unless it ends them."""
+        """Ids of the sequences that continue after `step` unless it ends them.
+
+        Empty if other choices begin after one of them: these need rows, which only `next` gives.
+        """
         going: set[int] = set()
         if len(step.forwards) != 1:  # the step failed in part: its tokens are not in one tensor on the device
             return going
@@ -121,6 +132,8 @@ class ActiveChoices:
             sequence = segment.sequence
             if sequence not in self or sequence.output_tokens + 1 >= sequence.limit or sequence.id in step.late:
                 continue
+            if self.scheduler.followers(sequence):
+                return set()
             going.add(sequence.id)
         return going
 

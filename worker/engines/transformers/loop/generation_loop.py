@@ -285,9 +285,9 @@ class GenerationLoop:
     def _is_larger(self, batch: Batch) -> bool:
         """Record a step. True if it may take more main memory than all before."""
         draws = [
-            part.chooser.sequence.sampling
+            choice.sequence.sampling
             for part in self._active.parts(batch)
-            if part.chooser is not None
+            for choice in part.choosers
             for _ in range(1 + len(part.segment.drafted))
         ]
         drafter, adapters = self._backend.drafter, self._backend.adapters
@@ -340,6 +340,9 @@ class GenerationLoop:
         self._writer.progress(choice, now)
         if not segment.completes:
             return
+        for follower, _ in result.forks:
+            forked = self._active.fork(follower)
+            forked.started_at, forked.prompt = choice.started_at, list(choice.prompt)
         if not result.chooses:
             self._finish(choice, TextPiece(), "length", now)
             return
@@ -354,6 +357,9 @@ class GenerationLoop:
         if result.is_spoiled and sequence in self._active:
             sequence.draft_limits = None
             self._active.restart(sequence)
+        for follower, sampled in result.forks:
+            if follower in self._active:  # a choice that fails has ended the others
+                self._answer(self._active.of(follower), sampled, now)
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""

@@ -55,13 +55,9 @@ class StepLauncher:
         # Grammars, penalties and n-grams depend on the newest token, which the host does not have yet. So only the
         # forward is launched; `sample` follows when the step in front has finished.
         waits = any(
-            part.chooser is not None
-            and (
-                part.chooser.matcher is not None
-                or part.chooser.penalty_counts is not None
-                or part.chooser.ngrams is not None
-            )
+            chooser.matcher is not None or chooser.penalty_counts is not None or chooser.ngrams is not None
             for part in parts
+            for chooser in part.choosers
         )
         try:
             (in_front,) = step.forwards

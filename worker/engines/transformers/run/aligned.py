@@ -169,6 +169,12 @@ class AlignedRunner:
             return torch.empty(0, self.vocab_size, dtype=torch.float32)
         return torch.cat(wanted).float() if len(wanted) > 1 else wanted[0].float()
 
+    def fork(self, source: int, target: int) -> None:
+        """See `runner.Runner`."""
+        move = self._alignment.fork(source, target, self._lengths[source])
+        self._cache.carry_out([move])
+        self._lengths[target] = self._lengths[source]
+
     def forget(self, row: int) -> None:
         """See `Runner.forget`. Erases the row's columns."""
         # Other rows may reach into these columns, and a masked column still takes part in sums: 0 * NaN is NaN.

@@ -131,8 +131,8 @@ class _StagedStep:
         assert table is not None, "this cache has blocks"
         ((target, _),) = table.spans(segment.start, segment.end)
         before = self._written[row]
-        # If the row held the same table before, blocks can only have been appended. The last one is written again, so
-        # that there is always one. Entries behind the row's own are stale but valid, and attention masks them.
+        # If the row held the same table before, only its last block can have been replaced (copy on write) and some
+        # appended. Entries behind the row's own are stale but valid block numbers, and attention masks them.
         first = min(before[1], count) - 1 if before is not None and before[0] is table else 0
         self.numbers[row, :_BLOCKS] = torch.tensor((token, segment.start, target, segment.end))
         self.numbers[row, _BLOCKS + first : _BLOCKS + count] = torch.tensor(table.blocks[first:count])
@@ -178,6 +178,9 @@ class GraphRunner:
         """The number of graphs."""
         return len(self._graphs)
 
+    def fork(self, source: int, target: int) -> None:
+        self._runner.fork(source, target)
+
     def forget(self, row: int) -> None:
         self._runner.forget(row)
 
@@ -187,7 +190,7 @@ class GraphRunner:
         shape = self.shape_of(batch)
         if shape is None:
             return self._runner.run(batch, device_tokens)
-        self._runner.erase_corrupt()
+        self._runner.prepare_blocks(batch)
         self._fill(batch, shape[0], device_tokens)
         self.graph_steps += 1
         if shape in self._graphs:

@@ -56,8 +56,8 @@ class _DraftState:
 class DraftTables(Protocol):
     """The blocks of the draft model's pool, by sequence."""
 
-    def prepare(self) -> None:
-        """Erase blocks that may contain NaN before anything is written to them."""
+    def prepare(self, batch: Batch) -> None:
+        """Copy shared blocks before anything is written after their tokens."""
 
     def table(self, segment: Segment) -> BlockTable:
         """The blocks of the segment's sequence. A new object if a block was replaced."""
@@ -67,12 +67,12 @@ class TargetTables:
     """The block tables of a target with paged attention."""
 
     def __init__(self, target: PagedRunner, pool: KvPool):
-        """`pool`: of the draft model, with the blocks of the target's. Its blocks are erased along."""
+        """`pool`: of the draft model, with the blocks of the target's. Its blocks are erased and copied along."""
         self._target = target
         target.mirrors.append(pool)
 
-    def prepare(self) -> None:
-        self._target.erase_corrupt()
+    def prepare(self, batch: Batch) -> None:
+        self._target.prepare_blocks(batch)
 
     def table(self, segment: Segment) -> BlockTable:
         assert segment.table is not None, "the target's cache has blocks"
@@ -89,8 +89,8 @@ class RowTables:
         self._blocks = blocks_for(ctx_size)
         self._tables: dict[int, tuple[int, BlockTable]] = {}  # by row: the id of its sequence, and the blocks
 
-    def prepare(self) -> None:
-        """Do nothing: no block is reported to contain NaN."""
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: no block is shared."""
 
     def table(self, segment: Segment) -> BlockTable:
         id, table = self._tables.get(segment.row, (None, None))
@@ -160,7 +160,7 @@ class DraftModel:
             raise
 
     def _draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
-        self._tables.prepare()
+        self._tables.prepare(batch)
         states = {segment.sequence.id: self._state(segment) for segment in batch}
         self._states = states
         prompts = [segment for segment in batch if not segment.is_decode and segment.sequence.draft_limits is not None]

@@ -70,13 +70,15 @@ class SegmentResult:
     sampled: tuple[Sampled | None, ...] = ()
     # Some logits after the draft are NaN, so the drafted tokens may have spoiled the cache. Tokens may be missing.
     is_spoiled: bool = False
+    # Further choices whose prompt the segment completes, each with its first token.
+    forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
 
 
-class SegmentChooser(NamedTuple):
-    """A segment and the chooser that samples from its last logits; None: no token follows yet."""
+class SegmentChoosers(NamedTuple):
+    """A segment and the choosers that sample from its last logits: its own sequence, then its followers."""
 
     segment: Segment
-    chooser: Chooser | None
+    choosers: Sequence[Chooser]
 
 
 class PendingMasks:
@@ -136,7 +138,7 @@ class PendingMasks:
 class LaunchedForward:
     """One forward that was launched, and the tokens that are sampled from its `logits`."""
 
-    def __init__(self, parts: Sequence[SegmentChooser], logits: torch.Tensor):
+    def __init__(self, parts: Sequence[SegmentChoosers], logits: torch.Tensor):
         self._parts, self._to_host = parts, DeviceToHost()
         self._logits: torch.Tensor | None = logits
         self._prompts: list[TokenLikelihoods | None] = []
@@ -151,8 +153,8 @@ class LaunchedForward:
         """Launch sampling and the copy to the host. Sequences must have all tokens before the new ones by now."""
         logits = self._logits
         assert logits is not None, "sample was called twice"
-        choosers = [part.chooser for part in self._parts if part.chooser is not None]
-        pending_masks.wait(logits.device, choosers, is_alone=len(choosers) == len(self._parts))
+        choosers = [chooser for part in self._parts for chooser in part.choosers]
+        pending_masks.wait(logits.device, choosers, is_alone=all(part.choosers for part in self._parts))
         parts, self._parts = self._parts, []
         rows: list[int] = []
         samplings: list[RowSampling] = []
@@ -162,9 +164,8 @@ class LaunchedForward:
         for part in parts:
             # Logits of all segments lie one after the other: [sum of segment.logits, vocab].
             end += part.segment.logits
-            chooser = part.chooser
-            if chooser is not None and pending_masks.is_late(chooser):
-                self.late.add(chooser.sequence.id)
+            if any(map(pending_masks.is_late, part.choosers)):
+                self.late |= {chooser.sequence.id for chooser in part.choosers}
                 continue
             self._parts.append(part)
             wants_prompt = part.segment.sequence.prompt_logprobs
@@ -172,8 +173,9 @@ class LaunchedForward:
             self._prompts.append(
                 _prompt_likelihoods(part.segment, prompt, self._to_host) if prompt is not None else None
             )
-            if chooser is not None:
-                # After the newest token, then after each drafted one.
+            for chooser in part.choosers:
+                # After the newest token, then after each drafted one. Followers sample from the same logits as the
+                # leader; nothing is drafted for these.
                 own = _row_samplings(chooser, part.segment)
                 if pending_masks.constrains(chooser):
                     masked.extend(range(len(rows), len(rows) + len(own)))
@@ -201,9 +203,8 @@ class LaunchedForward:
         found, row = [], 0
         for part, likelihoods in zip(self._parts, self._prompts, strict=True):
             drafted, first = part.segment.drafted, row
-            chooses = part.chooser is not None
-            row += chooses + len(drafted)
-            sampled, is_spoiled = tuple(chosen[first:row]), False
+            row += len(part.choosers) + len(drafted)
+            sampled, is_spoiled = tuple(chosen[first : first + 1 + len(drafted)]) if part.choosers else (), False
             if drafted and self._drawn is not None:
                 is_spoiled = any(self._drawn.is_nan(place) for place in range(first, row))
                 sampled = sampled[: 1 + accepted(drafted, [None if pick is None else pick.token for pick in sampled])]
@@ -211,14 +212,17 @@ class LaunchedForward:
                     # A later step finds out why, as without a draft. Here a drafted token may have spoiled the logits
                     # before it, since a mask does not hide NaN, or a grammar had no time left for drafts.
                     sampled = sampled[:-1]
+            forks = tuple(
+                (chooser.sequence, chosen[first + number]) for number, chooser in enumerate(part.choosers[1:], 1)
+            )
             prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
-            found.append(SegmentResult(part.segment, chooses, prompt, sampled, is_spoiled))
+            found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, is_spoiled, forks))
         return found
 
     def device_tokens(self, batch: Batch) -> torch.Tensor:
         """The tokens that this forward samples for the sequences of `batch`, `[len(batch)]`, int64, on the device."""
         assert self._drawn is not None, "no sequence of this step samples a token"
-        ids = [part.chooser.sequence.id for part in self._parts if part.chooser is not None]
+        ids = [chooser.sequence.id for part in self._parts for chooser in part.choosers]
         tokens, wanted = self._drawn.tokens, [segment.sequence.id for segment in batch]
         if ids == wanted:
             return tokens
@@ -255,20 +259,21 @@ class InFlightStep:
 def launch(
     runner: Runner,
     grammars: Grammars | None,
-    parts: Sequence[SegmentChooser],
+    parts: Sequence[SegmentChoosers],
     device_tokens: torch.Tensor | None = None,
 ) -> LaunchedForward:
     """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
     # The masks are started before the forward: both are computed at the same time.
-    choosers = ((part.chooser, part.segment.drafted) for part in parts if part.chooser is not None)
-    pending_masks = PendingMasks(grammars, choosers)
+    pending_masks = PendingMasks(
+        grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers)
+    )
     forward = launch_forward(runner, parts, device_tokens)
     forward.sample(pending_masks)
     return forward
 
 
 def launch_forward(
-    runner: Runner, parts: Sequence[SegmentChooser], device_tokens: torch.Tensor | None = None
+    runner: Runner, parts: Sequence[SegmentChoosers], device_tokens: torch.Tensor | None = None
 ) -> LaunchedForward:
     """Launch the forward of `parts` without sampling."""
     batch = tuple(part.segment for part in parts)

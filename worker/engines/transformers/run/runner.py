@@ -4,7 +4,7 @@ A runner holds tensors and makes no decisions. The scheduler decides about batch
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,8 +33,21 @@ class Runner(Protocol):
         again gives the same result: keys and values are written at fixed positions.
         """
 
+    def fork(self, source: int, target: int) -> None:
+        """Give row `target` the contents of row `source`, for another choice of the same prompt.
+
+        Called directly after the step that computed the last token of the prompt, before anything else runs.
+        """
+
     def forget(self, row: int) -> None:
         """Discard the contents of `row`: its sequence has ended, was cancelled or preempted."""
+
+
+class BlockUpdates(NamedTuple):
+    """Changes to blocks before a step: blocks to erase, then (source, target) pairs to copy."""
+
+    erased: Sequence[int]
+    copied: Sequence[tuple[int, int]]
 
 
 class ForwardSegment(PackedSegment, Protocol):
@@ -61,7 +74,7 @@ class PagedRunner:
         self._model = model
         self._blocks = blocks
         self._cache, self.device = pool, device
-        self.mirrors: list[KvPool] = []  # pools of a draft model, whose blocks are erased along
+        self.mirrors: list[KvPool] = []  # pools of a draft model, whose blocks are erased and copied along
         self._tail = tail or device
         self.adapters: LoraAdapters | None = None
 
@@ -94,12 +107,15 @@ class PagedRunner:
         """Bytes of the cache on one device. It is allocated at load and does not grow."""
         return self._cache.bytes_on(device)
 
+    def fork(self, source: int, target: int) -> None:
+        """Do nothing: both rows share their blocks until one must be copied (`BlockTable.copy`)."""
+
     def forget(self, row: int) -> None:
         """Do nothing: attention reads a row only up to the length that its current sequence has written."""
 
     @torch.inference_mode()
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        self.erase_corrupt()
+        self.prepare_blocks(batch)
         return self.compute(batch, self.plan_adapters(batch), device_tokens)
 
     def plan_adapters(self, batch: Batch) -> LoraStep:
@@ -148,13 +164,20 @@ class PagedRunner:
         logits: torch.Tensor = out.logits[0]
         return logits.float()
 
-    def erase_corrupt(self) -> Sequence[int]:
-        """Erase blocks that may contain NaN before a step, and return them. A second call does nothing."""
-        blocks = self._blocks.take_corrupt()
-        self.erase(blocks)
-        return blocks
+    def prepare_blocks(self, batch: Batch) -> BlockUpdates:
+        """Erase and copy blocks before a step, and return what was done. Later calls for the same batch do nothing."""
+        tables = [segment.table for segment in batch if segment.table is not None]
+        copied = [table.copy for table in tables if table.copy is not None]
+        updates = BlockUpdates(self._blocks.take_corrupt(), copied)
+        self.apply_updates(updates)
+        if copied:
+            for table in tables:
+                table.copy = None
+        return updates
 
-    def erase(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            for pool in (self._cache, *self.mirrors):
-                pool.erase(blocks)
+    def apply_updates(self, updates: BlockUpdates) -> None:
+        for pool in (self._cache, *self.mirrors):
+            if updates.erased:
+                pool.erase(updates.erased)
+            if updates.copied:
+                pool.copy(updates.copied)

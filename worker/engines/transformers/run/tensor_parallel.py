@@ -1,9 +1,9 @@
 """Tensor parallelism: all ranks compute the same step, each with its slice of the weights and its heads' keys.
 
 Rank 0, the leader, has the sequences, the scheduler and the sampler. It sends each step as plain numbers: tokens,
-blocks of each sequence, and blocks to erase. Followers have block numbers only, and their pools have the same blocks.
-Where there are no blocks, followers repeat the calls of the leader's runner. Partial sums and logits are combined
-inside the forward (`tensor_parallel_plan`).
+blocks of each sequence, and blocks to erase and copy. Followers have block numbers only, and their pools have the
+same blocks. Where there are no blocks, followers repeat the calls of the leader's runner. Partial sums and logits are
+combined inside the forward (`tensor_parallel_plan`).
 
 A rank that fails in a step is out of step for good, since the others wait for its sums. So a failing rank ends the
 worker, and nothing is repeated.
@@ -96,7 +96,7 @@ class FollowerRow(NamedTuple):
 class FollowerCall(NamedTuple):
     """A call of a method of the follower's runner."""
 
-    method: Literal["erase", "compute", "run", "forget"]
+    method: Literal["apply_updates", "compute", "run", "fork", "forget"]
     arguments: tuple[Any, ...] = ()
     batch: Sequence[FollowerRow] = ()  # of `run`
     lora: LoraStep = LoraStep()  # of `run`: the adapters to load before
@@ -163,8 +163,9 @@ class PagedLeader(PagedRunner):
         """See `Runner.run` and `Leader.step`. Raises UnusableAdapter before any rank has begun the step."""
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
         lora = self.plan_adapters(batch)
-        if erased := self.erase_corrupt():
-            self.leader.send(FollowerCall("erase", (erased,)))
+        updates = self.prepare_blocks(batch)
+        if any(updates):
+            self.leader.send(FollowerCall("apply_updates", (updates,)))
         self.leader.send(FollowerCall("compute", ([self._for_followers(part) for part in batch], lora)))
         with self.leader.step():
             return self.compute(batch, lora)
@@ -196,6 +197,11 @@ class AlignedLeader(AlignedRunner):
             if self.adapters is not None:
                 self.adapters.apply(lora)
             return super().run(batch)
+
+    def fork(self, source: int, target: int) -> None:
+        """See `Runner.fork`."""
+        self._send(FollowerCall("fork", (source, target)))
+        super().fork(source, target)
 
     def forget(self, row: int) -> None:
         """See `Runner.forget`."""

@@ -74,6 +74,13 @@ class AlignedLayout:
         """Free the buffer row. Unknown rows are ignored."""
         self._placements.pop(row, None)
 
+    def fork(self, source: int, target: int, length: int) -> ColumnMove:
+        """Copy the `length` columns of row `source` to row `target`, whose former content is dropped."""
+        self.forget(target)
+        origin = self._placements[source]
+        copy = self._placements[target] = _RowPlacement(self._free()[0], origin.begin)
+        return ColumnMove(origin.buffer_row, origin.begin, copy.buffer_row, copy.begin, length)
+
     def reserve(self, row: int, start: int, length: int) -> tuple[ColumnMove, ...]:
         """Make room for `length` columns behind the `start` first ones of `row`. A new row gets a buffer row.
 

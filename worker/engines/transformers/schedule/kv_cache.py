@@ -64,6 +64,10 @@ class BlockTable:
     # Prefix-cache keys of the leading blocks that are full and computed.
     keys: list[bytes] = field(default_factory=list)
     max_blocks: int = 0  # blocks that the sequence holds at its longest
+    # The last block is shared and its owner may still append to it, so copy before writing.
+    shares_last_block: bool = False
+    # Source and target block of a copy to make before the next forward pass. The runner sets it to None afterwards.
+    copy: tuple[int, int] | None = None
 
     def append(self, block: int) -> None:
         if self.runs and self.runs[-1].block + self.runs[-1].count == block:
@@ -71,6 +75,12 @@ class BlockTable:
         else:
             self.runs.append(BlockRun(len(self.blocks), block, 1))
         self.blocks.append(block)
+
+    def drop_last(self) -> int:
+        self.runs[-1].count -= 1
+        if not self.runs[-1].count:
+            self.runs.pop()
+        return self.blocks.pop()
 
     def spans(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Positions in the pool of tokens `start` to `end`: first position and length of each run, in order."""
@@ -120,16 +130,19 @@ class RowAllocator:
 
     def admit(self, sequence: Sequence) -> tuple[int, int]:
         """Return a row and the number of cached tokens in it, never all of them. Call `can_admit` first."""
+        return self.attach(sequence), 0
+
+    def attach(self, sequence: Sequence) -> int:
+        """Return a row without room, for a further choice of a prompt that is being computed. Call `has_row` first."""
         row = heapq.heappop(self._free_rows)
         self._owners[row] = sequence.id
-        return row, 0
+        return row
 
-    def shareable(self, sequence: Sequence) -> int:
-        """Leading tokens of the prompt that another sequence with this prompt need not compute. Here it is 0."""
-        return 0
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """Share the first `tokens` of row `source` with the attached row `target`. Here the runner copies the row."""
 
-    def grow(self, row: int, end: int) -> bool:
-        """Reserve room for the tokens of the row up to `end`. Return False if there is not enough."""
+    def grow(self, row: int, start: int, end: int) -> bool:
+        """Reserve exclusive room for tokens `start` to `end` of the row. Return False if there is not enough."""
         return True
 
     def cache_blocks(self, row: int, sequence: Sequence) -> None:
@@ -203,9 +216,8 @@ class BlockAllocator(RowAllocator):
     def admit(self, sequence: Sequence) -> tuple[int, int]:
         """See `RowAllocator`. Allocates all blocks for the sequence's tokens at once."""
         found = self._find_prefix(sequence)
-        row, _ = super().admit(sequence)
-        table = BlockTable(max_blocks=blocks_for(sequence.prompt_tokens + max(sequence.limit, 0)))
-        self._tables[row] = table
+        row = self.attach(sequence)
+        table = self._tables[row]
         for block in found:
             self._add_reference(block)
             table.append(block)
@@ -213,15 +225,41 @@ class BlockAllocator(RowAllocator):
             assert key is not None
             table.keys.append(key)
         # The prefix is referenced first, so that `grow` cannot evict it.
-        has_room = self.grow(row, len(sequence.tokens))
+        has_room = self.grow(row, len(found) * BLOCK_TOKENS, len(sequence.tokens))
         assert has_room, "can_admit was not called first"
         return row, len(found) * BLOCK_TOKENS
 
-    def grow(self, row: int, end: int) -> bool:
+    def attach(self, sequence: Sequence) -> int:
+        row = super().attach(sequence)
+        self._tables[row] = BlockTable(max_blocks=blocks_for(sequence.prompt_tokens + max(sequence.limit, 0)))
+        return row
+
+    def fork(self, source: int, target: int, tokens: int) -> None:
+        """See `RowAllocator`. A partly filled last block is shared, too, until the target writes to it (copy on write).
+
+        The source appends in place. That is safe because the other sequences read only the common tokens of the block.
+        """
+        source_table, target_table = self._tables[source], self._tables[target]
+        for block in source_table.blocks[: blocks_for(tokens)]:
+            self._add_reference(block)
+            target_table.append(block)
+        target_table.shares_last_block = tokens % BLOCK_TOKENS > 0
+        target_table.keys = source_table.keys[: tokens // BLOCK_TOKENS]
+
+    def grow(self, row: int, start: int, end: int) -> bool:
         table = self._tables[row]
-        # Checked before any change: a failed call leaves the table as it was.
-        if blocks_for(end) - len(table.blocks) > self.free:
+        # If the other holders of a shared last block have ended, it is exclusive by now and needs no copy.
+        copies = table.shares_last_block and self._references[table.blocks[-1]] > 1
+        if copies + max(0, blocks_for(end) - len(table.blocks)) > self.free:
             return False
+        # Checked before any change: a failed call leaves the table as it was.
+        table.shares_last_block = False
+        if copies:
+            assert start // BLOCK_TOKENS == len(table.blocks) - 1, "only the last block is not full"
+            block = table.drop_last()
+            self._references[block] -= 1
+            self._append(table, blocks_for(end))
+            table.copy = block, table.blocks[-1]
         while len(table.blocks) < blocks_for(end):
             self._append(table, blocks_for(end))
         return True
@@ -267,9 +305,6 @@ class BlockAllocator(RowAllocator):
         for block in (*table.blocks[:held], *found, *table.blocks[held + len(found) :]):
             changed.append(block)
         return len(found) * BLOCK_TOKENS
-
-    def shareable(self, sequence: Sequence) -> int:
-        return (sequence.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS if self._may_reuse(sequence) else 0
 
     def release(self, row: int, *, is_corrupt: bool = False, is_checked: bool = True) -> None:
         super().release(row)

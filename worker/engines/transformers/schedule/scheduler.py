@@ -71,8 +71,9 @@ Batch = tuple[Segment, ...]
 class Scheduler:
     """Sequences from arrival to end, first come, first served. A running sequence holds one row of the cache.
 
-    The choices of one request (`n` > 1) are sequences of their own. Where the cache has blocks that they can share,
-    they wait until one of them has computed these, and take them.
+    The choices of one request (`n` > 1) start together. The first one, the leader, computes the prompt. The others, the
+    followers, hold a row and are forked from the leader when the prompt is complete. A choice that gets no row by then
+    computes the prompt itself.
 
     If the cache cannot hold the full context of every row, the youngest sequence is preempted when blocks run out. The
     oldest is never preempted, so there is always progress. Preempted sequences are admitted before new ones.
@@ -86,6 +87,8 @@ class Scheduler:
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, tuple[Sequence, int]] = {}
+        self._leaders: dict[int, int] = {}  # group -> id of the sequence that computes its prompt
+        self._following: dict[int, int] = {}  # id of a follower -> id of its leader
         self._freed_rows: list[int] = []
         # Lowered below `capacity.rows` after a step ran out of device memory; grows by one with every sequence that
         # ends.
@@ -113,7 +116,7 @@ class Scheduler:
     def prefill_context(self) -> int:
         """Largest context length of a prompt in the next step: its computed tokens."""
         prompts = (sequence for sequence, _ in self._running.values() if not sequence.is_decoding)
-        return max((prompt.computed for prompt in prompts), default=0)
+        return max((prompt.computed for prompt in prompts if prompt.id not in self._following), default=0)
 
     @property
     def _unheld(self) -> list[tuple[Sequence, int]]:
@@ -149,13 +152,27 @@ class Scheduler:
         """Compute a running sequence again, because its cache may be wrong."""
         self._requeue(sequence, is_corrupt=True)
 
+    def followers(self, leader: Sequence) -> list[Sequence]:
+        """Followers of `leader` in order of arrival."""
+        return [self._running[id][0] for id, leader_id in self._following.items() if leader_id == leader.id]
+
+    def fork(self, follower: Sequence) -> tuple[int, int]:
+        """Fork `follower` from its leader, which has just completed the prompt. Return the leader's and its own row."""
+        leader, source = self._running[self._following.pop(follower.id)]
+        _, target = self._running[follower.id]
+        # The leader's complete blocks get their keys first: the fork copies the keys with the block numbers.
+        self._capacity.cache_blocks(source, leader)
+        self._capacity.fork(source, target, leader.computed)
+        follower.computed, follower.cached = leader.computed, leader.cached
+        return source, target
+
     def take_freed_rows(self) -> list[int]:
         """Rows freed since the last call, by sequences that ended or were preempted."""
         freed, self._freed_rows = self._freed_rows, []
         return freed
 
     def _release(self, sequence: Sequence, *, is_corrupt: bool = False) -> None:
-        """Free the row and the LoRA slot of a running sequence."""
+        """Free the row and the LoRA slot of a running sequence. Followers of it wait again."""
         if not is_corrupt:
             # Register the computed blocks before they are released: a preempted sequence finds them when it restarts.
             self._capacity.cache_blocks(self._running[sequence.id][1], sequence)
@@ -165,11 +182,19 @@ class Scheduler:
         is_checked = sequence.output_tokens > 0 and not sequence.is_unchecked
         self._capacity.release(row, is_corrupt=is_corrupt, is_checked=is_checked)
         self._freed_rows.append(row)
+        self._following.pop(sequence.id, None)
+        if sequence.group is not None and self._leaders.get(sequence.group) == sequence.id:
+            # Followers have no keys of their own. Requeued in reverse, so the oldest is first and may lead next.
+            del self._leaders[sequence.group]
+            for follower in reversed(self.followers(sequence)):
+                self._requeue(follower)
 
     def _requeue(self, sequence: Sequence, *, is_corrupt: bool = False) -> None:
         """Preempt: release the row and insert among the waiting ones, preempted before new, then by arrival."""
+        has_run = sequence.id not in self._following  # a follower has computed nothing that could be lost
         self._release(sequence, is_corrupt=is_corrupt)
-        sequence.restart()
+        if has_run:
+            sequence.restart()
         key = (not sequence.preempted, sequence.id)
         before = sum((not waiting.preempted, waiting.id) < key for waiting in self._waiting)
         self._waiting.insert(before, sequence)
@@ -224,7 +249,7 @@ class Scheduler:
             if sequence.id in continuing and sequence.id in self._running:
                 # Room is only taken here, never made: to preempt a sequence of the step in flight would free blocks
                 # that the device still writes.
-                if not self._capacity.grow(row, start + 1):
+                if not self._capacity.grow(row, start, start + 1):
                     return ()
                 segments.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
         return tuple(sorted(segments, key=_cache_location))
@@ -232,48 +257,34 @@ class Scheduler:
     def _reuse_blocks(self) -> None:
         """Take what other prompts have computed meanwhile, for prompts that begin with the same tokens."""
         for sequence, row in self._running.values():
-            if not sequence.is_decoding:
+            if not sequence.is_decoding and sequence.id not in self._following:
                 found = self._capacity.reuse(row, sequence)
                 sequence.computed += found
                 if not sequence.preempted:
                     sequence.cached += found
 
     def _admit_all(self) -> None:
-        """Admit in order of arrival, as far as there is room."""
-        for sequence in self._candidates():
-            if len(self._running) >= self._max_running or not self._admit(sequence):
+        """Admit in order of arrival. Sequences without an adapter may pass one that waits for its adapter's slot."""
+        passed = 0
+        while passed < len(self._waiting) and len(self._running) < self._max_running:
+            first = self._waiting[passed]
+            if first.adapter is not None and (passed or not self._has_slot(first)):
+                # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
+                # one waits for, again and again.
+                passed += 1
+            elif self._admit(first):
+                del self._waiting[passed]
+            else:
                 break  # no room: smaller requests after it may not pass, or it would wait for ever
-            self._waiting.remove(sequence)
 
     def _could_admit(self) -> bool:
         """True if `next` would admit a sequence now. Mirrors `_admit_all` without side effects."""
-        # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
-        first = next(self._candidates(), None) if len(self._running) < self._max_running else None
-        return first is not None and self._capacity.can_admit(first)
-
-    def _candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences in the order of their admission. The caller admits each before it asks for the next one.
-
-        Any request may pass choices that wait for the prompt of their request. Sequences without an adapter may pass
-        one that waits for its adapter's slot.
-        """
-        computing = {sequence.group for sequence, _ in self._running.values() if self._computes_for_group(sequence)}
-        is_slot_awaited = False
-        for sequence in tuple(self._waiting):
-            if sequence.group in computing:
-                continue
-            if sequence.adapter is not None and (is_slot_awaited or not self._has_slot(sequence)):
-                # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
-                # one waits for, again and again.
-                is_slot_awaited = True
-                continue
-            yield sequence
-            if self._computes_for_group(sequence):
-                computing.add(sequence.group)
-
-    def _computes_for_group(self, sequence: Sequence) -> bool:
-        """True if a running sequence has yet to compute blocks that the other choices of its request can take."""
-        return sequence.group is not None and sequence.computed < self._capacity.shareable(sequence)
+        if len(self._running) < self._max_running:
+            # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
+            for passed, sequence in enumerate(self._waiting):
+                if sequence.adapter is None or (not passed and self._has_slot(sequence)):
+                    return self._capacity.can_admit(sequence)
+        return False
 
     def _has_slot(self, sequence: Sequence) -> bool:
         return sequence.adapter is None or self._slots is None or self._slots.can_acquire(sequence.adapter.adapter)
@@ -285,6 +296,16 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row if there is room."""
+        # A preempted choice that already has output differs from its group and computes everything itself.
+        group = sequence.group if not sequence.output_tokens else None
+        leader = self._leaders.get(group) if group is not None else None
+        # A leader with output is ahead of the prompt: a fork from it would copy keys and values of its output.
+        if leader is not None and not self._running[leader][0].output_tokens:
+            if not self._capacity.has_row:
+                return False
+            self._start(sequence, self._capacity.attach(sequence))
+            self._following[sequence.id] = leader
+            return True
         if not self._capacity.can_admit(sequence):
             return False
         # The row starts with the cached prefix; `computed` counts the tokens that need no prefill.
@@ -293,6 +314,8 @@ class Scheduler:
         # A restart finds its own blocks again. Only the first admission determines the reported cached tokens.
         if not sequence.preempted:
             sequence.cached = sequence.computed
+        if group is not None:
+            self._leaders[group] = sequence.id
         return True
 
     def _decodes(self) -> Iterator[Segment]:
@@ -304,7 +327,7 @@ class Scheduler:
         decoding = [(sequence, row) for sequence, row in self._unheld if sequence.is_decoding]
         for sequence, row in sorted(decoding, key=_age):
             end = len(sequence.tokens)
-            while sequence.id in self._running and not self._capacity.grow(row, end):
+            while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
                 # Blocks are given in order of age, so the youngest has no part in this step yet.
                 youngest, _ = max(self._running.values(), key=_age)
                 self._requeue(youngest)
@@ -318,7 +341,7 @@ class Scheduler:
         rooms = [segment.sequence.draft_room(length) for segment in decodes]
         return [
             replace(segment, draft_room=room)
-            if room and self._capacity.grow(segment.row, segment.end + room)
+            if room and self._capacity.grow(segment.row, segment.start, segment.end + room)
             else segment
             for segment, room in zip(decodes, rooms, strict=True)
         ]
@@ -327,7 +350,9 @@ class Scheduler:
         return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))
 
     def _prefill(self, prompt_budget: int | Callable[[], int]) -> list[Segment]:
-        prompts = [(prompt, row) for prompt, row in self._unheld if not prompt.is_decoding]
+        prompts = [
+            (prompt, row) for prompt, row in self._unheld if not prompt.is_decoding and prompt.id not in self._following
+        ]
         if not prompts:
             return []
         budget = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()

@@ -58,7 +58,7 @@ class Sequence:
     prompt_images: PromptImages | None = None  # images behind placeholder tokens of the prompt
     adapter: AppliedAdapter | None = None  # None: the base model
     salt: bytes = b""  # cached blocks are shared only between sequences with equal salt
-    group: int | None = None  # choices of one request have the same group and prompt
+    group: int | None = None  # choices of one request have the same group and prompt; one of them computes it for all
     draft_limits: DraftLimits | None = None  # None: no speculative decoding
     drafted: int = 0  # tokens that were drafted for it so far
     accepted: int = 0  # of these, the tokens that became output
