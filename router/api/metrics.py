@@ -24,7 +24,7 @@ from worker.protocol.events import Pulse
 
 M = TypeVar("M", Counter, Histogram)
 
-disable_created_metrics()  # a second series, of the time of creation, beside each counter and histogram
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series, of the time of creation, beside each counter and histogram
 
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
