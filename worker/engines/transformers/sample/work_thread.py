@@ -139,4 +139,6 @@ class WorkThread:
                 if self._thread is not me:
                     return
                 self._current = None
-            time.sleep(self._rest(job.cpu_seconds))
+            # Even a pause of 0.0 s takes as long as a usual mask.
+            if pause := self._rest(job.cpu_seconds):
+                time.sleep(pause)
