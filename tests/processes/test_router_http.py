@@ -12,7 +12,6 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.http.pipeline import LARGE_BODY
 from router.launch.page_lock import lockable
 from tests.processes.routers import (
     Router,
@@ -151,9 +150,8 @@ async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> Non
 
 
 async def test_a_body_with_too_many_values_is_rejected_where_the_router_parses_it(shared: Router) -> None:
-    for spare in (b"", b" " * LARGE_BODY):
-        body = b'{"model":"alpha","x":[' + b"[]," * MAX_OBJECTS + b"1]" + spare + b"}"
-        assert error_of(await shared.client.post("/models/load", content=body)) == (400, "invalid_value")
+    body = b'{"model":"alpha","x":[' + b"[]," * MAX_OBJECTS + b"1]}"
+    assert error_of(await shared.client.post("/models/load", content=body)) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "identity"}], ids=["plain", "aiohttp"])
