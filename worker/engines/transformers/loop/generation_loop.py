@@ -237,7 +237,7 @@ class GenerationLoop:
         if self._grammars is None:
             return
         self._grammars.has_neighbours = any(
-            choice.matcher is None or not choice.matcher.is_slow for choice in self._active
+            choice.matcher is None or not choice.matcher.has_slow_grammar for choice in self._active
         )
         for choice in self._active:
             if choice.matcher is None or choice.sequence not in self._active:

@@ -142,7 +142,7 @@ class Lexer:
 class GrammarMatcher:
     """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either.
 
-    While the job of its mask runs, nothing but `mask` and `field` may be used.
+    While the job of its mask runs, nothing but `mask`, `field` and `has_slow_grammar` may be used.
     """
 
     def __init__(self, matcher: "LLMatcher", field: str, lexer: Lexer):
@@ -162,6 +162,11 @@ class GrammarMatcher:
     def of_choice(self) -> "GrammarMatcher":
         """A copy for another choice of the same request."""
         return self.of_request(self.field)
+
+    @property
+    def has_slow_grammar(self) -> bool:
+        """True if this or another copy had a slow mask."""
+        return len(self.lexer.slow) > 0
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """Number of leading tokens of `tokens`, a draft, that the grammar allows. 0 if it is slow, or another copy has
@@ -394,7 +399,7 @@ class Grammars:
     def mask(self, matcher: GrammarMatcher) -> Job[Bits]:
         """The mask of the next token, which another thread computes. Asking again gives the same job."""
         if matcher.mask is None:
-            thread = self._mask_threads[len(matcher.lexer.slow) > 0]
+            thread = self._mask_threads[matcher.has_slow_grammar]
             matcher.mask = thread.submit(functools.partial(matcher.next_mask, self.mask_bytes, thread.make_way))
         return matcher.mask
 
