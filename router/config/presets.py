@@ -300,7 +300,7 @@ class Preset:
                    dict.fromkeys(("draft-eagle3", "draft-dflash", "draft-dspark"),
                                  "write model-draft, or use ngram-simple")),
             SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text",
-            switches={"spec-default": ("ngram-simple", "none")})
+            switches={"spec-default": ("ngram-simple", "draft-simple")})
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
             "a small model of the same vocabulary that drafts, for models on one device without states and encoder",
             unset="none", own=True, path=True,

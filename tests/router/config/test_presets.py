@@ -477,6 +477,7 @@ def test_flags_may_be_negated() -> None:
 def test_no_model_drafts_with_spec_type_none_that_is_stated_as_strongly_as_the_model() -> None:
     body = "[m]\nmodel = demo:a\nmodel-draft = org/small\n"
     assert read(f"{body}spec-type = draft-mtp").presets["m"].drafts_by_model
+    assert read(f"{body}spec-default = off").presets["m"].drafts_by_model, "it is about drafts from the text"
     assert read(f"[*]\nspec-type = none\n{body}").presets["m"].drafts_by_model, "[*] is for the other models"
     for loaded in (read(f"{body}spec-type = none"), read(body, flags={"spec-type": "None"})):
         assert not loaded.presets["m"].speculates
