@@ -286,6 +286,7 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
         id,
         prompts,
         adapters=adapters,
+        copies=request.n,
         n=best_of,
         max_tokens=1 if is_only_echo else request.max_tokens,
         sampling=sampling,

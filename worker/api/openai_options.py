@@ -14,8 +14,8 @@ from worker.prompt.body_reader import BodyFields, to_integer
 from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects.openai import MAX_ENDS, STREAM_OPTIONS
 
-# Logprobs of prompt tokens in one request, alternatives included: each takes 600 bytes of memory until the answer is
-# sent, and 0.7 microseconds of the event loop.
+# Logprobs of prompt tokens in one answer, with alternatives and repetitions: each takes 600 bytes of memory until the
+# answer is sent, and 0.7 microseconds of the event loop.
 MAX_PROMPT_LOGPROBS = 1 << 19
 
 
@@ -57,9 +57,11 @@ class CommonOptions:
         prompts: Sequence[Sequence[int]],
         *,
         adapters: adapter_choice.AdapterChoices,
+        copies: int = 1,
         **further: Any,
     ) -> tuple[GenerationRequest, ...]:
-        """Return one request per prompt. `adapters` has one entry per prompt. `further`: other fields.
+        """Return one request per prompt. `adapters` has one entry per prompt. `copies`: the times that the
+        answer has the logprobs of each prompt. `further`: other fields.
 
         Raise InvalidValue for too many logprobs.
         """
@@ -69,9 +71,10 @@ class CommonOptions:
         )
         sampling = generations[0].sampling
         tokens = sum(len(generation.prompt) for generation in generations if generation.prompt_logprobs)
-        if tokens * (1 + (sampling.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+        if tokens * copies * (1 + (sampling.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+            choices = f" in {copies} choices" if copies > 1 else ""
             raise InvalidValue(
-                f"logprobs of {tokens} prompt tokens with {sampling.logprobs} alternatives each are more than"
+                f"logprobs of {tokens} prompt tokens with {sampling.logprobs} alternatives each{choices} are more than"
                 f" {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or send less text at once",
                 param="prompt_logprobs" if self.request.prompt_logprobs else "logprobs",
             )

@@ -197,6 +197,16 @@ async def test_the_logprobs_of_prompts_have_a_limit(fields: dict[str, Any]) -> N
         assert (await world.post("/v1/completions", {"prompt": [[5] * 5000] * 5, "max_tokens": 1, **fewer}))[0] == 200
 
 
+async def test_the_logprobs_of_prompts_are_counted_in_each_choice_that_repeats_them() -> None:
+    async with serving(FakeEngine(tokenizer(), ctx_size=8192)) as world:
+        body = {"prompt": [5] * 5000, "max_tokens": 1, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
+        status, _, answer = await world.post("/v1/completions", {**body, "n": 128})
+        assert (status, "0 alternatives each in 128 choices" in str(answer)) == (400, True), answer
+        assert (await world.post("/v1/completions", {**body, "n": 2}))[0] == 200
+        chat = {"messages": [{"role": "user", "content": "a " * 5000}], "max_tokens": 1, "prompt_logprobs": 0, "n": 128}
+        assert (await world.post("/v1/chat/completions", chat))[0] == 200, "its answer has them once"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
