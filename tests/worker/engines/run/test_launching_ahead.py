@@ -314,7 +314,7 @@ class FakeGrammars:
 class FakeMatcher:
     """The matcher of such a grammar."""
 
-    is_over = is_slow = False
+    is_over = has_slow_grammar = False
 
     def __init__(self) -> None:
         self.taken: list[int] = []
