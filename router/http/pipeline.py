@@ -365,7 +365,7 @@ class Pipeline:
             self.requests.ended(record)
             incoming.phase = record.phase
         if response.first_byte is not None:
-            self._metrics.of(self._metrics.ttft, id).observe(response.first_byte - arrived)
+            self._metrics.ttft.observe(response.first_byte - arrived, id)
         if response.overhead is not None:
             self._metrics.overhead.observe(response.overhead)
         return record.status
@@ -404,8 +404,7 @@ class Pipeline:
 
     def _count_and_log(self, incoming: Incoming) -> None:
         route, status, model = incoming.route, incoming.status, incoming.model
-        name = route.name if route is not None else "unknown"
-        self._metrics.of(self._metrics.requests, model, name, str(status)).inc()
+        self._metrics.requests.add(model, route.name if route is not None else "unknown", str(status))
         logged = self._registry.settings.access_log
         if logged == "all" or (logged == "errors" and status >= 400):
             client, took = incoming.client or "-", time.monotonic() - incoming.arrived

@@ -87,8 +87,8 @@ async def test_series_of_a_removed_model_are_dropped() -> None:
         world.events.append("state", model, worker=1, state="stopped", was="ready", reason="evicted")
         world.events.notify("request", model, prompt_tokens=5, cached_tokens=2, completion_tokens=7)
     for model in ("a", "b", "d"):
-        metrics.of(metrics.requests, model, "chat", "200").inc()
-        metrics.of(metrics.ttft, model).observe(1.0)
+        metrics.requests.add(model, "chat", "200")
+        metrics.ttft.observe(1.0, model)
     world.fleet.models.remove("a", "requested")
     world.fleet.models.remove("b,c", "requested")
     found = samples(metrics)
