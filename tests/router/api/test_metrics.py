@@ -95,7 +95,7 @@ async def test_series_of_a_removed_model_are_dropped() -> None:
     assert not [name for name in found if any(f'model="{gone}"' in name for gone in ("a", "b", "b,c"))]
     assert found['router_loads_total{model="d",result="ready"}'] == 1.0
     assert found['router_requests_total{code="200",endpoint="chat",model="d"}'] == 1.0
-    metrics.of(metrics.requests, "a", "chat", "200").inc()
+    metrics.requests.add("a", "chat", "200")
     again = 'router_requests_total{code="200",endpoint="chat",model="a"}'
     assert samples(metrics)[again] == 1.0, "a model that is listed again begins a new series"
 
