@@ -404,7 +404,10 @@ class Pipeline:
 
     def _count_and_log(self, incoming: Incoming) -> None:
         route, status, model = incoming.route, incoming.status, incoming.model
-        self._metrics.requests.add(model, route.name if route is not None else "unknown", str(status))
+        name = route.name if route is not None else "unknown"
+        # The series of a model that was removed meanwhile would come back and stay.
+        listed = model if model in self._registry.shared_workers.listed else "unknown"
+        self._metrics.requests.add(listed, name, str(status))
         logged = self._registry.settings.access_log
         if logged == "all" or (logged == "errors" and status >= 400):
             client, took = incoming.client or "-", time.monotonic() - incoming.arrived

@@ -245,6 +245,19 @@ async def test_a_file_that_is_emptied_before_it_is_written_unloads_no_model(tmp_
         await up.says("presets reloaded: removed=a")
 
 
+async def test_a_request_whose_model_is_removed_leaves_no_series_of_it(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "gone": {"_hold_load": str(tmp_path / "go")}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("gone")))
+        await up.becomes("gone", "loading")
+        file.write_text(file.read_text().partition("[gone]")[0])
+        await up.client.post("/router/reload")
+        assert (await asked).status_code == 404
+        text = (await up.client.get("/metrics")).text
+        assert 'model="gone"' not in text
+        assert 'router_requests_total{code="404",endpoint="chat",model="unknown"} 1.0' in text
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
 async def test_a_router_whose_standard_streams_are_closed_serves_and_ends(tmp_path: Path, closed: str) -> None:
     under = ("sh", "-c", f'exec "$@" {closed}', "sh")
