@@ -112,7 +112,7 @@ class _Addresses(Text):
 
 @dataclass(frozen=True)
 class _Hosts(Names):
-    """Names of hosts. An IPv6 address may be in brackets, too."""
+    """Names of hosts. An IPv6 address may be in brackets, as in a URL."""
 
     pattern: str = r"\*|(?:\*\.)?[A-Za-z0-9.-]+|[0-9A-Fa-f:.]+"
     complaint: str = "is no host name"

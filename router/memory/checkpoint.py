@@ -170,7 +170,7 @@ def check_pickles(folder: Path) -> None:
 
 
 def has_only_pickles(folder: str) -> bool:
-    """Return whether a snapshot has pickled weights and no others. Reads a few directory entries only."""
+    """Return whether a snapshot has pickled weights and no others. Reads directory entries only."""
     has = {name: os.path.isfile(os.path.join(folder, name)) for name in (INDEX, PICKLED, PICKLED_INDEX)}
     has_others = has[INDEX] or single_weights_in(Path(folder)).is_file()
     return not has_others and (has[PICKLED] or has[PICKLED_INDEX])
