@@ -49,7 +49,7 @@ _LOAD_MODELS = "SERVING_LOAD_MODELS"
 # An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
-_IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\](?!:)")  # an IPv6 address without a port, and no JSON list
+_IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]")  # an IPv6 address, and no JSON list
 _KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 
 

@@ -47,7 +47,6 @@ def test_without_flags_the_defaults_apply() -> None:
         ("device-limit", "cuda:0=90%,cpu=6000", {"cuda:0": DeviceShare(0.9), "cpu": 6000 * MIB}),
         ("host", "::1", "::1"),
         ("host", "127.0.0.1,[::1]", "127.0.0.1,::1"),
-        ("host", "[::1]:80", "[::1]:80"),
         ("host", "/run/router.sock", "/run/router.sock"),
         ("api-key", "a,b", ("a", "b")),
         ("timeout", "0", 0.0),
