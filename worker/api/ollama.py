@@ -273,11 +273,12 @@ def _images(where: str, given: Any, model: ServedModel) -> list[EncodedImage]:
         raise UnsupportedField(f"{where}: {model.engine.no_vision}", param=where)
     if not isinstance(given, list):
         raise InvalidValue(f"{where} must be an array of images in base64", param=where)
+    # The engine refuses the first one that is too many by its name. A body may list two million.
     return [
         from_url(f"{where}[{index}]", image)
         if isinstance(image, str) and image.startswith(("data:", "http://", "https://"))
         else from_base64(f"{where}[{index}]", image)
-        for index, image in enumerate(given)
+        for index, image in enumerate(given[: model.options.limit_images + 1])
     ]
 
 

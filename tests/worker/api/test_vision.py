@@ -363,6 +363,18 @@ async def test_each_dialect_names_the_image_by_its_own_field(engine: Transformer
             assert name in str(received), received
 
 
+async def test_images_of_ollama_above_the_limit_are_not_read(engine: TransformersEngine) -> None:
+    images = [encoded(IMAGE)] * 9 + [7] * 100_000  # one more than the default of `limit-images`, then what is no image
+    async with serving(engine) as world:
+        for path, body, name in (
+            ("/api/generate", {"prompt": "?", "images": images}, "images[2]"),
+            ("/api/chat", {"messages": [{"role": "user", "content": "?", "images": images}]}, "messages[0].images[2]"),
+        ):
+            status, _, received = await world.post(path, body)
+            assert status == 400
+            assert f"{name}: this model is served with 2 images" in str(received), received
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
