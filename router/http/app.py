@@ -157,7 +157,7 @@ class App:
 def _parse(body: bytes) -> dict[str, Any]:
     """The JSON object in a body that `peek` has accepted. Raises BadRequest.
 
-    Not for a thread: glibc keeps the memory that another thread allocated, 56 MB after a body of 51 MB.
+    Do not call it in another thread: glibc keeps the memory that such a thread allocated, 56 MB after a body of 51 MB.
     """
     if fault := json_faults.too_many_values(body):
         raise BadRequest(fault)

@@ -65,7 +65,7 @@ class Peek(NamedTuple):
 
 
 class _RawPeek(msgspec.Struct):
-    """Their text. The decoder validates and skips the rest."""
+    """The fields of `Peek` as JSON text. The decoder validates and skips all other fields."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     stream: msgspec.Raw = msgspec.Raw(b"null")
@@ -89,7 +89,7 @@ def peek(body: bytes) -> Peek:
 
 
 def _scalar(raw: msgspec.Raw) -> Any:
-    """The value of a field. The members of an array or object are skipped: 60 MB of them take seconds to decode."""
+    """Decode the JSON text of one field. An array or object is not decoded, as 60 MB of members take seconds."""
     return [] if memoryview(raw)[0] in b"[{" else msgspec.json.decode(raw)
 
 

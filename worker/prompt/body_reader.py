@@ -28,8 +28,8 @@ def parse(body: bytes | bytearray) -> Json:
     orjson is strict: it rejects NaN, infinities, invalid UTF-8 and lone surrogates. It parses 1024 levels but
     serializes 254, and client input is serialized again in answers that repeat it and in grammars.
 
-    Not for a thread: orjson keeps the interpreter lock there, too, and glibc keeps the memory that another thread
-    allocated (`malloc_trim` does not trim the top of its arena).
+    Do not call it in another thread: orjson keeps the interpreter lock there, too, and glibc keeps the memory that such
+    a thread allocated (`malloc_trim` does not trim the top of its arena).
     """
     if fault := json_faults.too_many_values(body):
         raise InvalidValue(fault)

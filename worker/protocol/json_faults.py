@@ -5,7 +5,7 @@ import re
 
 # The most objects and arrays of a body, and the most values. 60 MB of empty arrays take 4 s to parse, with the
 # interpreter lock, and 72 bytes of memory each (orjson 3.13); then objects are read on the event loop, in a microsecond
-# each. So many objects are enough for 512 tools of 128, so many values for all token ids of a request.
+# each. 65,536 objects are enough for 512 tools with 128 objects each, 2 million values for all token ids of a request.
 MAX_OBJECTS, MAX_VALUES = 1 << 16, 2 << 20
 _MARKS = b'",[{'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
@@ -36,7 +36,7 @@ def too_many_values(body: bytes | bytearray) -> str:
 
     Takes a tenth of a second for 10 MB of program text.
     """
-    # Most bodies need no exact count: marks inside of their texts are few.
+    # Most bodies need no exact count: their strings contain few commas and brackets.
     if not _exceeds(body):
         return ""
     marks = _marks(body)

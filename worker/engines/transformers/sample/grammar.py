@@ -74,9 +74,9 @@ MASK_SECONDS = 0.2
 # CPU time of a slow mask. A usual one takes 0.05 ms for 128,000 tokens. Rules that repeat single characters take 7 ms
 # (english.gbnf of llama.cpp).
 SLOW_SECONDS = 0.002
-# Where masks take CPU time from steps, slow ones take a fifth of a core while other requests run: their thread rests so
-# many times as long as it has computed. A lower priority of the thread was rejected. Beside two busy programs a free
-# stream took 57 ms per token with it, and 44 without: a thread without a core kept the interpreter lock.
+# On a CPU, slow masks take a fifth of a core while other requests run: after each, their thread pauses for this
+# multiple of its CPU time. A lower priority of the thread was rejected: beside two busy programs, an unconstrained
+# stream took 57 ms per token with it and 44 without, because a thread that got no core kept the interpreter lock.
 REST_FACTOR = 4
 # The longest wait for a mask in a step in which no other sequence can go on. Requests that arrive meanwhile wait, too.
 ALONE_SECONDS = 0.01
@@ -278,7 +278,7 @@ class Grammars:
     ):
         """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits; `compile_seconds`: CPU time
         that one grammar may take; `clock_of_thread`: as of WorkThread; `growth`: announces main memory; None: not;
-        `rests`: slow masks leave CPU time to steps."""
+        `rests`: the thread of slow masks pauses, so that steps get the CPU."""
         self._compile_seconds, self._clock_of_thread = compile_seconds, clock_of_thread
         self._growth = growth or Growth()
         self._tokenizer = tokenizer
@@ -418,7 +418,7 @@ class Grammars:
         return True
 
     def rest(self, seconds: float) -> float:
-        """Seconds without a slow mask after one that took `seconds` of CPU time."""
+        """Return the pause in seconds after a slow mask that took `seconds` of CPU time."""
         return REST_FACTOR * min(seconds, MASK_SECONDS) if self._rests and self.has_neighbours else 0.0
 
     @functools.cached_property
