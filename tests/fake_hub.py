@@ -2,6 +2,8 @@
 
     python tests/fake_hub.py ROOT        serves ROOT/ORG/NAME/... as repository ORG/NAME, branch `main`
 
+The name without `org/` is redirected to org/NAME, as the real hub redirects gpt2 to openai-community/gpt2.
+
 The first line of stdout is its URL. A commit is a hash of a repository's content, so changing a file moves `main`.
 Endpoints are those that huggingface_hub 2.4 needs: model info, tree, and HEAD and GET of files with ranges. Files of
 1 KiB and more, and all safetensors files, are LFS files (listed with their SHA-256), others git blobs.
@@ -54,6 +56,8 @@ class Hub:
         app.router.add_get(f"/api/models/{REPOSITORY}/revision/{{revision}}", self._info)
         app.router.add_get(f"/api/models/{REPOSITORY}/tree/{{revision}}", self._tree)
         app.router.add_route("*", f"/{REPOSITORY}/resolve/{{revision}}/{{path:.+}}", self._file)
+        app.router.add_get("/api/models/{name}/revision/{revision}", self._redirect)
+        app.router.add_route("*", "/{name}/resolve/{revision}/{path:.+}", self._redirect)
         return app
 
     async def _set_faults(self, request: web.Request) -> web.Response:
@@ -68,6 +72,10 @@ class Hub:
         if isinstance(fault, list):
             fault = fault.pop(0) if fault else {}
         return fault
+
+    async def _redirect(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        raise web.HTTPTemporaryRedirect(request.path_qs.replace(f"/{name}/", f"/org/{name}/", 1))
 
     async def _info(self, request: web.Request) -> web.Response:
         folder, commit = self._repository(request)

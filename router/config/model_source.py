@@ -9,7 +9,7 @@ from router.config import preset_keys
 from router.config.ini import Problem, is_utf8
 from router.config.option_types import nearest, shown
 from router.config.precedence import OWN, Layer, Setting, SettingReader
-from router.config.presets import GGUF, REPO, repository
+from router.config.presets import GGUF, MODEL_REPO, REPO, repository
 from worker.protocol.snapshot_files import IN_OLD_LAYOUT, NO_GGUF, OLD_LAYOUT
 
 _NO_SNAPSHOT = {
@@ -114,10 +114,10 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         fail(place, f"{path} {what}; {remedy}")
         return None
     text = text.rstrip("/")  # LMI's documents have a repository with a slash at its end
-    if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
+    # A name on the command line may be that of a section.
+    near = "" if place.line else nearest(text, sections)
+    if MODEL_REPO.fullmatch(text) is None or (near and not is_repo and "/" not in text):
         where = f" ({path})" if path != text else ""
-        # A name on the command line may be that of a section.
-        near = "" if place.line else nearest(text, sections)
         fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name", near)
         return None
     try:

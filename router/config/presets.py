@@ -42,9 +42,12 @@ from worker.protocol.dialects.generation_fields import EFFORTS
 from worker.protocol.snapshot_files import NO_GGUF
 
 GGUF = f"{NO_GGUF}; use a safetensors repository"
-REPO = re.compile(
-    r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
-)
+_ORG_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_REVISION = "(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
+REPO = re.compile(f"({_ORG_NAME}){_REVISION}")
+# Also the hub's first models, whose names have no organisation: gpt2, bert-base-uncased. None of them has a dot, and a
+# name with one is rather that of a missing file.
+MODEL_REPO = re.compile(f"({_ORG_NAME}|[A-Za-z0-9][A-Za-z0-9_-]{{0,95}}){_REVISION}")
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q[0-9]|TQ[0-9]|MXFP4|BF16$|F16$|F32$).*", re.IGNORECASE)
 ADAPTER_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -588,8 +591,8 @@ def same_load(a: Preset, b: Preset) -> bool:
 
 
 def repository(text: str) -> tuple[str, str]:
-    """Parse `org/name[:revision]` into (`org/name`, revision). Raises ValueError with the way out."""
-    match = REPO.fullmatch(text)
+    """Parse `org/name[:revision]` into (`org/name`, revision), or `gpt2`. Raises ValueError with the way out."""
+    match = MODEL_REPO.fullmatch(text)
     if match is None or ".." in text or "//" in text:
         raise ValueError(f"{shown(text)} is not org/name or org/name:revision")
     if match[1].lower().endswith("-gguf") or (match[2] and _QUANTISATION.fullmatch(match[2])):

@@ -21,7 +21,7 @@ from router.config.model_source import NOT_UTF8, FoundModel
 from router.config.named_models import NamedModel, named_models
 from router.config.option_types import nearest
 from router.config.preset_keys import find, is_own
-from router.config.presets import Preset
+from router.config.presets import MODEL_REPO, Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
@@ -116,7 +116,9 @@ def find_preset(
                 return preset, tuple(each for each in loaded.warnings if each.section in ("", preset.id))
             if preset.source == "preset":
                 raise ConfigError([f"--{own} is for a folder or a repository; {name} is a preset: write {own} there"])
-    if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
+    is_source = "/" in name or name.startswith("demo:") or (name and Path(name).exists())
+    is_typo = nearest(name, [id for id, preset in loaded.presets.items() if preset.source == "preset"])
+    if not is_source and (is_typo or not MODEL_REPO.fullmatch(name)):
         near = nearest(name, _names_of(loaded))
         hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
         raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])

@@ -123,6 +123,15 @@ async def test_a_download_brings_all_files_and_a_second_one_asks_for_none(hub: H
         assert await done(await command(*words, folder=tmp_path)) == (0, out, "")
 
 
+async def test_a_repository_without_an_organisation_is_downloaded_under_its_name(hub: Hub, tmp_path: Path) -> None:
+    make("llama", hub.root / "org" / "gpt2")
+    environ = {"HF_ENDPOINT": hub.address}
+    code, out, errors = await done(await command("gpt2", "--download-only", folder=tmp_path, environ=environ))
+    assert (code, out.partition(": ")[0]) == (0, "gpt2"), errors
+    assert out.startswith(f"gpt2: {tmp_path}/hub/models--gpt2/snapshots/")
+    assert await done(await command("download", "-m", "gpt2", "--offline", folder=tmp_path)) == (0, out, "")
+
+
 async def test_a_download_is_converted_like_a_first_load(hub: Hub, tmp_path: Path) -> None:
     make("mixtral", hub.root / "org" / "moe", num_hidden_layers=3)
     environ = {"HF_ENDPOINT": hub.address}

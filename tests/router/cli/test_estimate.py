@@ -342,13 +342,14 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["nobody", "--demo"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
+        (["no.body", "--demo"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
         (["demo-cht", "--demo"], 2, "is no model, no folder and no repository (org/name); did you mean demo-chat?"),
         ([""], 2, "is no model, no folder and no repository"),
         ([__file__], 2, "is a file; name the model's folder"),
         (["demo:chta"], 2, "is no built-in model; there are chat, "),
         (["x/y", "--models-memory-margin", "cuda:9=1"], 2, "--models-memory-margin: 'cuda:9' is no device of this"),
         (["org/absent", "--offline"], 1, "are not here, and --offline forbids asking"),
+        (["gpt2", "--offline"], 1, "the files of gpt2 at main are not here, and --offline forbids asking"),
         (["org/absent", "--offline", "--revision", "v9"], 1, "the files of org/absent at v9 are not here"),
         (["demo-chat", "--demo", "--alias", "x"], 2, "--alias is for a folder or a repository; demo-chat is a preset"),
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),

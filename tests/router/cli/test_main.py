@@ -52,7 +52,7 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--admin-key-file", "/usr"], "--admin-key-file: /usr: is a directory\n"),
         (["-np", "0"], '--np: "0" is not a whole number from 1 to 4096, nor -1, nor auto\n'),
         (["-m", "x.gguf"], "--model: [x.gguf] GGUF needs the llama-server engine, which this version does not offer;"),
-        (["nobody"], '--model: [nobody] "nobody" is neither a folder ('),
+        (["no.body"], '--model: [no.body] "no.body" is neither a folder ('),
         (["--demo", "a/b"], "--demo: models are named as well, and the demo models are not served beside others"),
         (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
         (["--models-preset", "/"], "/: is a folder; give it as --models-dir, or name an INI file\n"),

@@ -48,6 +48,15 @@ def test_ids_are_folder_names_or_names_of_repositories() -> None:
     assert ids(model=CACHED) == ["org/cached"]
 
 
+def test_a_name_without_an_organisation_is_a_section_else_a_folder_else_a_repository() -> None:
+    text = "[coder]\nmodel = demo:a\n"
+    for name, source in {"coder": "demo:a", "llama": "/home/me/llama", "gpt2": "gpt2"}.items():
+        preset = start({"model": name}, text=text).presets[name]
+        assert (preset.path or preset.repo or f"demo:{preset.demo}") == source
+    assert start({"hf-repo": "codr"}, text=text).presets["codr"].repo == "codr"
+    assert start({"model": "llama"}, model_draft="distilgpt2").presets["llama"].model_draft == "hub:distilgpt2:main"
+
+
 def test_ids_are_unique() -> None:
     assert ids(model="llama,a/llama,b/llama,/x/me/llama") == ["llama", "a/llama", "b/llama", "me/llama"]
     assert ids(model="llama,/x/me/llama,/y/me/llama") == ["llama", "me/llama", "llama-2"]
@@ -105,8 +114,8 @@ def test_keys_of_one_model_apply_to_the_one_that_is_named_and_to_no_other() -> N
 @pytest.mark.parametrize(
     ("flags", "environ", "line"),
     [
-        ({"model": "gone"}, {}, '--model: [gone] "gone" is neither a folder (/home/me/gone) nor org/name'),
-        ({}, {"LLAMA_ARG_MODEL": "gone"}, 'LLAMA_ARG_MODEL: [gone] "gone" is neither a folder (/home/me/gone) nor'),
+        ({"model": "g.one"}, {}, '--model: [g.one] "g.one" is neither a folder (/home/me/g.one) nor org/name'),
+        ({}, {"LLAMA_ARG_MODEL": "g.one"}, 'LLAMA_ARG_MODEL: [g.one] "g.one" is neither a folder (/home/me/g.one'),
         ({"hf-repo": "/x"}, {}, '--hf-repo: [x] "/x" is not org/name'),
         ({"hf-repo": "a/b:v1"}, {"HF_REVISION": "v2"}, "HF_REVISION: a revision stands in --hf-repo already; remove"),
         ({"model": "llama"}, {"HF_REVISION": "v2"}, "HF_REVISION: revision belongs to a repository of the hub, and"),
