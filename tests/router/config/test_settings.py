@@ -105,6 +105,8 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"cors-origins": "a.example"}, '--cors-origins: "a.example" is no origin'),
         ({"cors-origins": "*,localhost"}, "--cors-origins: * already allows all origins"),
         ({"allowed-hosts": "a b"}, '--allowed-hosts: "a b" is no host name'),
+        ({"allowed-hosts": "127.0.0.1:80"}, '--allowed-hosts: "127.0.0.1:80" is no host name without a port'),
+        ({"allowed-hosts": "[::1]:80"}, '--allowed-hosts: "[::1]:80" is no host name without a port'),
         ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines; give --api-key-file, or --allow-unauthent"),
         (
             {"allowed-hosts": "llm.example.com,[::1]"},
@@ -117,6 +119,9 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"host": "127.0.0.1,::"}, "--host: :: is open to other machines"),
         ({"host": "box.example"}, "--host: box.example is open to other machines"),
         ({"host": "127.0.0.1,"}, "--host: an address is empty"),
+        ({"host": "::1,[::1]:80"}, '--host: "[::1]:80" is more than an address; write the port as --port'),
+        ({"host": "127.0.0.1:80"}, '--host: "127.0.0.1:80" is more than an address; write the port as --port'),
+        ({"host": "http://localhost"}, '--host: "http://localhost" is more than an address; write the port as --port'),
         ({"api-key": "k", "allow-unauthenticated": "on"}, "--allow-unauthenticated: keys are given as well"),
         ({"api-key": "k,k"}, "--api-key: the same key stands there twice"),
         ({"api-key": "k", "admin-key": "k"}, "--admin-key: a key is given to users as well"),
