@@ -49,7 +49,7 @@ _LOAD_MODELS = "SERVING_LOAD_MODELS"
 # An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
-_IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\](?!:)")  # an IPv6 address without a port, and no JSON list
+_IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]")  # an IPv6 address, and no JSON list
 _URL_OR_PORT = re.compile(r"[a-z]+://.*|(?:\[.*\]|[^:/]*):[0-9]*")  # in place of an address
 _KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 
@@ -108,21 +108,27 @@ class _Addresses(Text):
     hint: str = "ADDRESS"
 
     def read(self, text: str) -> str:
-        for item in text.split(","):
-            if _URL_OR_PORT.fullmatch(item.strip().lower()):
-                self.fail(f"{shown(item.strip())} is more than an address; write the port as --port")
-        return _IN_BRACKETS.sub(r"\1", text)
+        return _without_brackets(text)
 
 
 @dataclass(frozen=True)
 class _Hosts(Names):
     """Names of hosts. An IPv6 address may be in brackets, as in a URL."""
 
-    pattern: str = r"\*|(?:\*\.)?[A-Za-z0-9.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
-    complaint: str = "is no host name without a port"
+    pattern: str = r"\*|(?:\*\.)?[A-Za-z0-9.-]+|[0-9A-Fa-f:.]+"
+    complaint: str = "is no host name"
 
     def read(self, text: str) -> tuple[str, ...]:
-        return super().read(_IN_BRACKETS.sub(r"\1", text))
+        return super().read(_without_brackets(text))
+
+
+def _without_brackets(text: str) -> str:
+    """Addresses and names, separated by commas, with IPv6 addresses without brackets. Raises click.BadParameter for a
+    URL or a port."""
+    for item in text.split(","):
+        if _URL_OR_PORT.fullmatch(item.strip().lower()):
+            raise click.BadParameter(f"{shown(item.strip())} is more than a name or address; the port is --port")
+    return _IN_BRACKETS.sub(r"\1", text)
 
 
 @dataclass(frozen=True, kw_only=True)
