@@ -41,6 +41,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def without_name(name: str, why: str) -> str:
+    """`why` without the name of a model at its start, for messages that have it already."""
+    return why.removeprefix(f"{name}: ")
+
+
 class RouterError(Exception):
     """Root of the tree."""
 
@@ -157,7 +162,7 @@ class LoadFailed(ApiError):
     @classmethod
     def of(cls, name: str, why: str) -> "LoadFailed":
         """The error for a failed load of model `name`. `why` may begin with the name."""
-        return cls(f"{name} cannot be loaded: {why.removeprefix(f'{name}: ')}")
+        return cls(f"{name} cannot be loaded: {without_name(name, why)}")
 
 
 class PresetInvalid(ApiError):

@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.errors import ApiError, Draining, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
+from router.errors import ApiError, Draining, LoadBackoff, LoadFailed, Stalled, WorkerCrashed, without_name
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from worker.protocol.events import Exit
@@ -103,7 +103,7 @@ class Failures:
             return None
         if failure.final and self._fleet.files.fingerprint(model.preset) != failure.files:
             return None
-        message = f"{model.preset.id} failed: {failure.message}"
+        message = f"{model.preset.id} failed: {without_name(model.preset.id, failure.message)}"
         if failure.final:
             return LoadFailed(
                 f"{message} (it is not tried again before the preset or its files change, or POST /models/load)"
@@ -189,6 +189,7 @@ def with_retry_time(error: LoadBackoff, failure: Failure, now: float) -> ApiErro
 def error_after_loss(worker: Worker, fleet: Fleet, lost: WorkerLost) -> ApiError | NextWorker:
     """Return the error of leases that wait for a lost worker."""
     name = worker.preset.id
+    why = without_name(name, lost.message)
     if lost.memory and worker.costs is not None:
         raised = fleet.learned_estimates.record_out_of_memory(worker.costs.key, worker.costs.estimate, lost.memory)
         when = "while loading" if worker.ready_at is None else "in service"
@@ -198,15 +199,15 @@ def error_after_loss(worker: Worker, fleet: Fleet, lost: WorkerLost) -> ApiError
         needs = sum(raised.shards)
         return LoadBackoff(
             f"{name} ran out of {lost.memory} memory while loading, twice; it is now expected to need "
-            f"{needs / 2**20:.0f} MiB. Lower kv-tokens, parallel or ctx-size, or free memory: {lost.message}",
+            f"{needs / 2**20:.0f} MiB. Lower kv-tokens, parallel or ctx-size, or free memory: {why}",
             retry_after=1,
         )
     if lost.final:
-        return LoadFailed.of(name, lost.message)
+        return LoadFailed.of(name, why)
     if lost.from_outside and worker.attempt == 0 and worker.ready_at is None:
         log.warning("%s: %s; its requests wait for another worker", worker, lost.message)
         return NextWorker()
-    return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
+    return LoadBackoff(f"{name} failed to load: {why}", retry_after=1)
 
 
 def lost_error(worker: Worker) -> ApiError:
@@ -214,6 +215,7 @@ def lost_error(worker: Worker) -> ApiError:
     lost, name = worker.lost, worker.preset.id
     if lost is None:
         return WorkerCrashed(f"{name}: the connection to its worker broke; try again")
+    why = without_name(name, lost.message)
     if lost.cause == "stalled":
-        return Stalled(f"{name} stopped making progress and was killed: {lost.message}")
-    return WorkerCrashed(f"{name}: its worker exited during the response: {lost.message}; try again")
+        return Stalled(f"{name} stopped making progress and was killed: {why}")
+    return WorkerCrashed(f"{name}: its worker exited during the response: {why}; try again")

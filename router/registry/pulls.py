@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
 from router.config.presets import HUB, Preset, repository
-from router.errors import ApiError, BadRequest, Duplicate, Internal, InUse, LoadBackoff, ModelNotFound
+from router.errors import ApiError, BadRequest, Duplicate, Internal, InUse, LoadBackoff, ModelNotFound, without_name
 from router.events import Event
 from router.fleet.worker import State, Worker
 from router.registry.registry import Registry
@@ -117,9 +117,10 @@ class HubModels:
         id, lost = worker.preset.id, worker.lost
         if lost is None:
             raise LoadBackoff(f"the download of '{id}' was cancelled; repeat the request to resume it", retry_after=1)
+        why = without_name(id, lost.message)
         if lost.final:
-            raise BadRequest(f"model '{id}' cannot be fetched: {lost.message}", param="model")
-        raise LoadBackoff(f"model '{id}' cannot be fetched now: {lost.message}", retry_after=5)
+            raise BadRequest(f"model '{id}' cannot be fetched: {why}", param="model")
+        raise LoadBackoff(f"model '{id}' cannot be fetched now: {why}", retry_after=5)
 
     async def pull(self, key: ApiKey, name: str) -> "Pull":
         """Like `fetch`, but a model may also be listed, complete, or downloading. Raises BadRequest, LoadBackoff."""

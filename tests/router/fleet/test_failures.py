@@ -93,6 +93,15 @@ async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
         await asyncio.sleep(3)
 
 
+async def test_each_error_has_the_name_of_its_model_once() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
+    world.launcher.models["a"].start_fails = [crash("a: the worker ended")]
+    with pytest.raises(LoadBackoff, match=r"^a failed to load: the worker ended$"):
+        await world.ask("a")
+    with pytest.raises(LoadBackoff, match=r"^a failed: the worker ended; next attempt in \d+ s$"):
+        await world.ask("a")
+
+
 async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_failed() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 20.0))
