@@ -62,6 +62,7 @@ NO_THREAD = "can't start new thread"  # CPython's message, the only mark of this
 # Tasks, by name, without which the router must not go on: without readings every plan is a guess.
 ESSENTIAL = frozenset({"devices"})
 GIB = 1 << 30
+USUAL_LOCKABLE = 8 << 20  # MLOCK_LIMIT, include/uapi/linux/resource.h
 
 
 def run(settings: Settings, load: LoadPresets, keys: ReadKeys) -> int:
@@ -389,14 +390,18 @@ def _raise_file_limit() -> None:
 
 
 def _check_locking(wanted: int, allowed: int | None) -> None:
-    """Raises ConfigError if this user may not lock that many bytes in memory."""
-    if allowed is not None and wanted > allowed:
-        raise ConfigError(
-            [
-                f"--sleep-memory {wanted // MIB}: this user may lock only {allowed / MIB:g} MiB of main memory; raise"
-                " that (ulimit -l, LimitMEMLOCK= of a systemd unit, --ulimit memlock= of a container), or lower it"
-            ]
-        )
+    """Warn if models of up to `wanted` bytes could sleep, but a process may lock only `allowed` bytes. Raises
+    ConfigError if that limit is not more than the kernel's default, which no model fits.
+
+    Each sleeping model has a process, so the limit is that of one model.
+    """
+    if allowed is None or wanted <= allowed:
+        return
+    limit = f"this user may lock only {allowed / MIB:g} MiB of main memory"
+    remedy = "raise that (ulimit -l, LimitMEMLOCK= of a systemd unit, --ulimit memlock= of a container)"
+    if allowed <= USUAL_LOCKABLE:
+        raise ConfigError([f"--sleep-memory {wanted // MIB}: {limit}; {remedy}, or lower it"])
+    log.warning("--sleep-memory: %s for each model, so models with more weights do not sleep; %s", limit, remedy)
 
 
 def _banner(settings: Settings, registry: Registry, loaded: LoadedPresets) -> None:

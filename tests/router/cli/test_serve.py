@@ -39,15 +39,22 @@ def test_objects_from_before_serving_are_exempt_from_garbage_collection() -> Non
         gc.enable()
 
 
-def test_sleep_memory_above_the_lock_limit_is_rejected() -> None:
+def test_sleep_memory_is_rejected_where_no_model_may_be_locked(caplog: pytest.LogCaptureFixture) -> None:
     _check_locking(64 << 20, None)
     _check_locking(64 << 20, 64 << 20)
     _check_locking(0, 0)
     with pytest.raises(ConfigError) as refused:
-        _check_locking(65 << 20, 64 << 20)
-    assert "--sleep-memory 65: this user may lock only 64 MiB of main memory; raise that (ulimit -l" in str(
+        _check_locking(65 << 20, 8 << 20)
+    assert "--sleep-memory 65: this user may lock only 8 MiB of main memory; raise that (ulimit -l" in str(
         refused.value
     )
+    assert caplog.messages == []
+
+
+def test_the_lock_limit_is_that_of_one_model(caplog: pytest.LogCaptureFixture) -> None:
+    _check_locking(65 << 20, 64 << 20)
+    (message,) = caplog.messages
+    assert "may lock only 64 MiB of main memory for each model, so models with more weights do not sleep" in message
 
 
 def test_an_unusable_state_folder_is_reported_with_the_option() -> None:
