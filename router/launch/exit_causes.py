@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from router.launch.interface import Cause, Program, Verb, WorkerLost
+from router.launch.process import UNKNOWN_EXIT
 from worker.protocol.events import PERMANENT_EXITS, Exit
 
 _NOUNS: Mapping[Verb, str] = {
@@ -52,7 +53,7 @@ def lost_by_exit(program: Program, verb: Verb, code: int, last_message: str, *, 
     elif code in PERMANENT_EXITS:
         cause = "load_failed"
     message = f"{program.model}: the {_NOUNS[verb]} {describe_exit(code, last_message, oom_killed=oom_killed)}"
-    return WorkerLost(message, cause=cause, exit=code, memory=memory)
+    return WorkerLost(message, cause=cause, exit=None if code == UNKNOWN_EXIT else code, memory=memory)
 
 
 def lost_by_verdict(program: Program, verb: Verb, verdict: Verdict, last_message: str) -> WorkerLost:
@@ -80,7 +81,7 @@ def describe_exit(code: int, last_message: str, *, oom_killed: bool) -> str:
         return f"was killed by {_signal(-code)}{_last(last_message)}"
     meaning = _MEANINGS.get(code, "")
     return (
-        f"ended with exit code {code}"
+        f"ended with {'an unknown exit code' if code == UNKNOWN_EXIT else f'exit code {code}'}"
         + (f" ({meaning})" if meaning else "")
         + (f": {last_message}" if last_message else "")
     )

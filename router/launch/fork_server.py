@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 
 from router.errors import RouterError
 from router.launch.exit_causes import describe_exit
-from router.launch.process import MAX_LATENESS, Child, Log, Pipes, uncancelled
+from router.launch.process import MAX_LATENESS, UNKNOWN_EXIT, Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable, process_stat, reap
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
@@ -405,9 +405,14 @@ class ForkServerSupervisor:
 
 
 def _exit_code(pid: int) -> int:
-    """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52)."""
+    """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52).
+
+    The kernel shows 0 to users who may not trace the process, and workers are not dumpable: only root may.
+    """
     try:
         fields = process_stat(pid)
     except OSError:  # no descriptor left
         fields = None
-    return KILLED if fields is None else os.waitstatus_to_exitcode(int(fields[49]))
+    if fields is None:
+        return KILLED
+    return os.waitstatus_to_exitcode(int(fields[49])) or UNKNOWN_EXIT

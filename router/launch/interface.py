@@ -38,7 +38,7 @@ class WorkerLost(RouterError):
         super().__init__(message)
         self.message = message
         self.cause: Cause = cause
-        self.exit = exit  # exit code, negative for a signal; None if the router killed it (stall, time-out)
+        self.exit = exit  # exit code, negative for a signal; None if unknown, or if the router killed it
         self.memory = memory  # the memory that ran out; empty: none did
 
     @property

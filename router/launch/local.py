@@ -22,7 +22,7 @@ from router.launch.devices import OomKills, count_oom_kills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.fork_server import FIRST_PAUSE
 from router.launch.interface import Listen, LockedFiles, Program, Verb
-from router.launch.process import uncancelled
+from router.launch.process import UNKNOWN_EXIT, uncancelled
 from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
 from router.launch.spawn import PYTHON_ARGV, Spawner, may_fork
@@ -269,7 +269,7 @@ class LocalLauncher:
             # A verdict comes first: the exit code of a process that the watchdog killed is only SIGKILL.
             if verdicts:
                 raise lost_by_verdict(program, verb, verdicts[0], child.cause)
-            if code != Exit.OK or not results:
+            if code not in (Exit.OK, UNKNOWN_EXIT) or not results:
                 oom_killed = self._ooms.explains(code, loop.time())
                 raise lost_by_exit(program, verb, code, child.cause, oom_killed=oom_killed)
             return results[-1]

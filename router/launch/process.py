@@ -175,6 +175,7 @@ def decode_event(line: bytes) -> Event | None:
     return event
 
 
+UNKNOWN_EXIT = 256  # in place of an exit code that could not be read; exit codes end with 255
 # Reaps the child with a process id, which has exited, and calls the function with its exit code (negative: a signal),
 # now or later.
 Reap = Callable[[int, Callable[[int], None]], None]

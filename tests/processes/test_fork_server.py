@@ -15,7 +15,7 @@ import pytest
 from router.launch.fork_server import ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process import Child, Log, started_pids, uncancelled
+from router.launch.process import UNKNOWN_EXIT, Child, Log, started_pids, uncancelled
 from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.spawn import may_fork
 from router.launch.worker_process import LocalWorker
@@ -298,6 +298,15 @@ async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
         assert (await facts(await forked(fork_server)))["path"]
         assert not healthy.exited.done()
     await healthy.exited
+
+
+async def test_no_exit_code_is_read_as_0_while_the_fork_server_hangs() -> None:
+    """The kernel shows 0 to a router that is not root, whatever the code was."""
+    async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
+        worker = await forked(fork_server)
+        stop(fork_server)
+        worker.send(b"a-token-of-this-test\n")
+        assert await worker.exited == UNKNOWN_EXIT
 
 
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:

@@ -17,7 +17,7 @@ import pytest
 from router.launch.exit_causes import lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process import started_pids
+from router.launch.process import UNKNOWN_EXIT, started_pids
 from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
 from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
@@ -529,12 +529,13 @@ def test_log_lines_before_a_kill_are_not_the_reason() -> None:
     line = "WARNING: adapter x cannot be used"
     messages = [
         lost_by_exit(fake_program("m"), "serve", code, line, oom_killed=oom_killed).message
-        for code, oom_killed in ((-9, False), (-9, True), (3, False))
+        for code, oom_killed in ((-9, False), (-9, True), (3, False), (UNKNOWN_EXIT, False))
     ]
     assert messages == [
         f"m: the worker was killed by {SIGKILL}; its last line: {line}",
         f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); its last line: {line}",
         f"m: the worker ended with exit code 3 (the model cannot be used): {line}",
+        f"m: the worker ended with an unknown exit code: {line}",
     ]
 
 
