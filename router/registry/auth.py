@@ -105,19 +105,21 @@ class Access:
         Without keys the host must be an IP address, a single label, *.localhost, or one of --allowed-hosts. With keys
         the rule only applies if --allowed-hosts is given: a rebound page does not have a key.
         """
-        host = headers.get("host")
-        if host is None:  # HTTP/1.0; the transport has rejected a missing or second Host in HTTP/1.1
+        # It may be missing in HTTP/1.0, and empty (RFC 9112, section 3.3). Browsers always send one. The transport has
+        # rejected a missing or second Host in HTTP/1.1.
+        host = headers.get("host", "").strip()
+        if not host:
             return
         entry = host, bool(self.keys)
         if entry in self._allowed_host_headers:
             return
-        self._check_host(host.strip())
+        self._check_host(host)
         if len(self._allowed_host_headers) < MAX_CACHED_HOSTS:
             self._allowed_host_headers.add(entry)
 
     def _check_host(self, value: str) -> None:
         # `urlsplit` below would accept these characters and take another part of the text for the host.
-        if not value or any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
+        if any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
             raise BadRequest("the Host header is not a host")
         host = _hostname(f"//{value}").rstrip(".")
         if not host or not host.isascii():
