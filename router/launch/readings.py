@@ -190,12 +190,13 @@ class Claim:
     def __init__(self, shared: "SharedReservations", place: Bytes):
         self._shared = shared
         self._place = place
-        self._counted: Bytes = {}
+        self._counted: Bytes = dict.fromkeys(place, 0)
         self.unseen: Bytes = place  # the part that no driver shows
 
     def extend(self, place: Bytes) -> None:
         """Reserve `place`, in addition to what the process holds already. Raises NotStarted."""
         self._place = self.unseen = place
+        self._counted = dict.fromkeys(place, 0)
         self._shared.publish()
         self._shared.check(place)
 

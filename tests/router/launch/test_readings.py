@@ -216,6 +216,17 @@ def test_a_reservation_that_follows_the_measurement_counts_for_other_routers_as_
         assert used_by(theirs) == {CPU: 2 * GIB}
 
 
+def test_a_reservation_that_changes_before_the_first_measurement_counts_as_a_whole(pair: Pair) -> None:
+    ours, theirs = pair
+    with ours.claim({CPU: 8 * GIB}) as claim:
+        claim.settle({CPU: 3 * GIB})
+        assert used_by(theirs) == {CPU: 3 * GIB}
+    with ours.claim({}) as early:
+        early.extend({CPU: 8 * GIB})
+        early.settle({CPU: 3 * GIB})
+        assert used_by(theirs) == {CPU: 3 * GIB}
+
+
 def test_an_early_process_reserves_its_memory_when_it_starts(pair: Pair) -> None:
     ours, theirs = pair
     with ours.claim({}) as claim:
