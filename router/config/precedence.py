@@ -401,8 +401,7 @@ class SettingReader:
         if key.name == "adapters-dir" and value and self.disk.kind(value) not in {"folder", "adapter"}:
             raise ValueError(f"no folder {value}")
         if key.name == "tokenizer" and value and self.disk.kind(value) not in {"folder", "snapshot"}:
-            remedy = "download the tokenizer and write its folder, or remove it if it is the model's own"
-            raise ValueError(f"no folder {value}; {remedy}")
+            return text  # perhaps the model's own repository, which `resolve` knows
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
         return value

@@ -221,6 +221,7 @@ class _Resolution:
         if fields is None:
             return None
         fields |= self._fields(settings)
+        self._drop_own_tokenizer(settings, fields)
         fields["rope"] = self._rope(settings, fields["rope"])
         fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].level != OWN
         device = settings.get("device")
@@ -303,6 +304,22 @@ class _Resolution:
             found["rope-scaling"] = "yarn" if extrapolation else "linear"
             settings["rope-scaling"] = settings["yarn-ext-factor"]
         return found
+
+    def _drop_own_tokenizer(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Remove a tokenizer that is the repository of the model itself, and reject other repositories."""
+        text = fields.get("tokenizer", "")
+        if not text:
+            return
+        place = settings["tokenizer"].place
+        path = self._reader.path(text, place)
+        if self._disk.kind(path) in {"folder", "snapshot"}:
+            return
+        repo = fields.get("repo")
+        if repo and text.rstrip("/") in (repo, f"{repo}:{fields['revision']}"):
+            fields["tokenizer"] = ""
+            return
+        message = f"no folder {path}, and not the model's own repository; download the tokenizer and write its folder"
+        self._fail(place, f"{place.key}: {message}" if place.line else message)
 
     def _drop_draft(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Remove the draft model of a model with spec-type = none."""

@@ -152,7 +152,7 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("grammar = x\njson-schema = {}", "grammar and json-schema both constrain answers; remove one"),
         ("chat-template-file = gone.jinja", "chat-template-file: /etc/llm/gone.jinja: no such file or directory"),
         ("chat-template-file = /x/not-utf8", "is not UTF-8 text"),
-        ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name"),
+        ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name, and not the model's own repository; downl"),
         ("python = ./gone", "python: no file /etc/llm/gone"),
         (
             'speculative-config = {"model": "a/b", "draft_tensor_parallel_size": [2]}',
@@ -181,6 +181,13 @@ def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, mess
     assert problem.startswith("models.ini:")
     assert "[m] " in problem
     assert message in problem
+
+
+@pytest.mark.parametrize("text", ["a/b", "a/b/", "a/b:v1"])
+def test_the_tokenizer_of_the_models_own_repository_is_the_models(text: str) -> None:
+    loaded = read(f"[m]\nhf-repo = a/b:v1\ntokenizer = {text}")
+    assert (loaded.problems, loaded.warnings) == ((), ())
+    assert loaded.presets["m"].tokenizer == ""
 
 
 def test_options_without_meaning_are_warned_of_once_each_and_errors_when_strict() -> None:
