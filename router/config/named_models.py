@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from router.config import ini
 from router.config.precedence import DiskReader
-from router.config.settings import BY_FLAG, Settings, lmi_model
+from router.config.settings import ALL, BY_FLAG, Settings, lmi_model
 
 _REPO_FOLDER = re.compile(r"models--(.+)")  # of a repository in the hub cache, above snapshots/COMMIT
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:@+-]+")
@@ -33,6 +33,8 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     named, used = list[NamedModel](), {names[0] for names in of_lmi if len(names) == 1}
     for key in ("model", "hf-repo"):
         for text in getattr(settings, BY_FLAG[key].field):
+            if text == ALL:
+                continue  # see `load_catalogue`
             names, source = lmi_model(text) if key == "model" else ((), text)
             if names[1:] and names[0] in used:
                 names = names[1:]  # the name alone is that of the model without a version, else of the first

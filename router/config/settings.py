@@ -46,6 +46,7 @@ _POSITIVE, NEGATIVE = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _LOAD_MODELS = "SERVING_LOAD_MODELS"
+ALL = "ALL"  # in LMI's load_models: the models of the model store
 # An item of LMI's load_models; the brackets may be missing if there is a colon, or before a path or a URL of a file.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*|[^=/:\[\]]*(?==(?:file:|\.{0,2}/))))=(.+)")
 _FILE_URL = re.compile(r"^file:(//)?")
@@ -76,8 +77,8 @@ class _Models(Names):
     """Names of models, also as LMI's load_models has them (`lmi_model`)."""
 
     def read(self, text: str) -> tuple[str, ...]:
-        if text.strip() == "ALL":
-            self.fail("ALL is for LMI's model store; give it as --models-dir, with load-on-startup = on in [*]")
+        if text.strip().upper() == ALL:
+            return (ALL,)
         is_json = text.lstrip().startswith('["')
         items = super().read(text) if is_json else tuple(item.strip() for item in text.split(",") if item.strip())
         found = [match for match in map(_LMI_MODEL.fullmatch, items) if match]
@@ -388,6 +389,8 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     for flag, models in (("model", settings.model), ("hf-repo", settings.hf_repo)):
         if flag in origins and not models:
             yield fault(flag, "names no model; write a folder or org/name, or remove it")
+    if ALL in settings.model and not settings.models_dir:
+        yield fault("model", "ALL loads the models of --models-dir; give that as well")
     if origins.get("demo") == "--demo" and settings.names_models:
         yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
     named, groups = len(settings.model) + len(settings.hf_repo), len(settings.model_names)

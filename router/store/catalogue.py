@@ -23,7 +23,7 @@ from router.config.option_types import nearest
 from router.config.preset_keys import find, is_own
 from router.config.presets import MODEL_REPO, Preset
 from router.config.resolve import LoadedPresets
-from router.config.settings import Settings, hub_cache
+from router.config.settings import ALL, Settings, hub_cache
 from router.errors import ConfigError
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import (
@@ -63,6 +63,8 @@ def load_catalogue(
     warnings: list[Problem] = []
     problems: list[Problem] = []
     found: list[FoundModel] = []
+    if ALL in settings.model:
+        environ = {"ROUTER_LOAD_ON_STARTUP": "on", **environ}
     if settings.models_dir:
         found, notes, fault = _models_dir(settings.models_dir)
         warnings += notes

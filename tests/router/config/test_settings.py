@@ -90,7 +90,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"port": "99999"}, '--port: "99999" is not a whole number from 0 to 65535'),
         ({"model": ""}, "--model: names no model; write a folder or org/name, or remove it"),
         ({"model": "org/x,test::PyTorch=org/y"}, '--model: "PyTorch" is an engine that is not offered; remove it'),
-        ({"model": "ALL"}, "--model: ALL is for LMI's model store; give it as --models-dir"),
+        ({"model": "ALL"}, "--model: ALL loads the models of --models-dir; give that as well"),
         ({"hf-repo": " ,"}, "--hf-repo: names no model; write a folder or org/name, or remove it"),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
         ({"drain-timeout": "-1"}, "--drain-timeout: this time cannot be turned off (-1)"),

@@ -191,6 +191,20 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 
 
+def test_all_models_of_lmis_model_store_are_loaded_at_start(tmp_path: Path) -> None:
+    store, file = tmp_path / "store", tmp_path / "models.ini"
+    for name in ("one", "org/two"):
+        snapshot(store / name)
+    file.write_text("[one]\nload-on-startup = off\n")
+    for word, loaded_at_start in (("ALL", [False, True]), ("NONE", [False, False])):
+        environ = {"SERVING_LOAD_MODELS": word, "SERVING_MODEL_STORE": str(store), "HF_HUB_CACHE": "/nowhere"}
+        found, problems = parse({"models-preset": str(file)}, environ)
+        loaded = load_catalogue(found, {}, environ)
+        assert (problems, *lines(loaded)) == ((), [], [])
+        assert list(loaded.presets) == ["one", "org/two"]
+        assert [preset.load_on_startup for preset in loaded.presets.values()] == loaded_at_start
+
+
 def test_a_link_to_the_folder_of_models_lists_none_of_them_twice(tmp_path: Path) -> None:
     snapshot(tmp_path / "phi")
     snapshot(tmp_path / "org" / "nested")
