@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,24 @@ from worker.protocol.memory import COMPILER_STACK_BYTES, MAX_GRAMMAR_LENGTH
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
 from worker.protocol.snapshot_files import is_of_tokenizer, quantization_beside
 from worker.protocol.vocabulary import vocabulary_fault
+
+
+def with_load_faults(loaded: LoadedPresets, cache: str, *, strict: bool) -> LoadedPresets:
+    """Return `loaded` with the problems of `load_faults`.
+
+    Files that no load takes, of a model that only a folder lists, are a warning: the others are served. They are a
+    fault if there are no others, or if `strict`.
+    """
+    faults = tuple(load_faults(loaded, cache))
+    unusable = [
+        fault
+        for fault in faults
+        if fault.key in ("model", "hf-repo") and loaded.presets[fault.section].source != "preset"
+    ]
+    if strict or loaded.presets.keys() == {fault.section for fault in unusable}:
+        unusable = []
+    problems = (fault for fault in faults if fault not in unusable)
+    return replace(loaded, problems=(*loaded.problems, *problems), warnings=(*loaded.warnings, *unusable))
 
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:

@@ -297,7 +297,7 @@ def check(
     loaded = load_catalogue(parsed, models, os.environ)
     if lacks := _lacking_packages(loaded):
         loaded = replace(loaded, warnings=(*loaded.warnings, Problem("", 0, "", "", lacks)))
-    loaded = replace(loaded, problems=(*loaded.problems, *checks.load_faults(loaded, parsed.hub_cache)))
+    loaded = checks.with_load_faults(loaded, parsed.hub_cache, strict=parsed.strict_presets)
     document, text = checks.document(loaded, effective=effective), checks.text(loaded, effective=effective)
     misfits: dict[str, str] = {}
     if effective:

@@ -267,6 +267,24 @@ def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFix
     assert third.startswith(f"{path}:10: [d] the checkpoint is quantized with sparseml, which this version cannot load")
 
 
+def test_check_warns_of_a_folder_that_no_load_takes_beside_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    foreign = write(tmp_path / "store" / "foreign", quantization_config={"quant_method": "exl2"})
+    why = "[foreign] the checkpoint is quantized with exl2, which this version cannot load"
+    words = ("check", "--models-dir", str(tmp_path / "store"), "--no-models-cache")
+    assert run(capsys, *words)[0] == 1, "nothing else is served"
+    write(tmp_path / "store" / "plain")
+    code, out, _ = run(capsys, *words)
+    warning, last = out.splitlines()
+    assert (code, last) == (0, "2 models, no fault: foreign plain")
+    assert warning.startswith("warning: ")
+    assert why in warning
+    assert run(capsys, *words, "--strict-presets")[0] == 1
+    code, out, _ = run(capsys, *words, "--models-preset", preset(tmp_path, f"[named]\nmodel = {foreign}\n"))
+    assert code == 1, "a section names it"
+
+
 def test_check_takes_the_method_of_quantized_weights_from_an_override_or_quantize_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
