@@ -210,6 +210,11 @@ def demo_preset() -> Path:
     return installed if installed.is_file() else package.parent / "config" / "demo.ini"
 
 
+# What came through pipes, as in `--api-key-file <(command)`, by device and inode. It comes once: reads for further
+# models and reloads would find nothing, or wait without end.
+_pipes: dict[tuple[int, int], bytes] = {}
+
+
 class LocalDisk:
     """The files of this machine, for the preset resolution."""
 
@@ -227,10 +232,16 @@ class LocalDisk:
         return "gguf" if any(_is_gguf(Path(name)) for name in _names(path, quiet=True)) else "folder"
 
     def read(self, path: str) -> str:
-        with open(path, "rb") as file:
-            content = file.read(ini.MAX_PRESET_BYTES + 1)
+        facts = os.stat(path)
+        pipe = (facts.st_dev, facts.st_ino) if stat.S_ISFIFO(facts.st_mode) else None
+        content = _pipes.get(pipe) if pipe else None
+        if content is None:
+            with open(path, "rb") as file:
+                content = file.read(ini.MAX_PRESET_BYTES + 1)
         if len(content) > ini.MAX_PRESET_BYTES:
             raise OSError(errno.EFBIG, f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB")
+        if pipe is not None:
+            _pipes[pipe] = content
         return content.decode()
 
     def folders(self, path: str) -> list[str]:

@@ -228,6 +228,15 @@ def test_a_huge_file_of_settings_is_not_read_whole(tmp_path: Path) -> None:
     assert lines(read(models_dir=str(tmp_path))) == ([], [f"{file}: [m] is not listed: is larger than 1 MiB"])
 
 
+def test_the_content_of_a_pipe_is_the_same_at_each_read() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"[a]\nmodel = demo:a\n")
+    os.close(writes)
+    for _ in range(2):
+        assert list(read(models_preset=f"/dev/fd/{reads}").presets) == ["a"]
+    os.close(reads)
+
+
 def test_a_missing_models_folder_is_a_fault(tmp_path: Path) -> None:
     expected = f"--models-dir: {tmp_path}/gone: no such file or directory"
     assert lines(read(models_dir=str(tmp_path / "gone")))[0] == [expected]
