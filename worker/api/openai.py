@@ -204,13 +204,13 @@ async def _read_prompts(
     prompts, texts = await read_texts(fields, "prompt", model, limit=limit, add_special=add_special)
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix, limit)
-    shown = []
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        prompts[number] = common.cut(prompt)
-        model.check_prompt(prompts[number], param="prompt")
-        is_cut = len(prompts[number]) < len(prompt)
-        shown.append(model.decode(prompts[number]) if text is None or is_cut else text)
-    return prompts, shown
+    kept = [common.cut(prompt) for prompt in prompts]
+    for prompt in kept:
+        model.check_prompt(prompt, param="prompt")
+    pairs = zip(kept, prompts, texts, strict=True)
+    shown = [None if len(short) < len(prompt) else text for short, prompt, text in pairs]
+    decoded = iter(await model.decode_all([prompt for prompt, text in zip(kept, shown, strict=True) if text is None]))
+    return kept, [next(decoded) if text is None else text for text in shown]
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-# Characters above which a text is tokenized in a thread. Below it, tokenizing takes at most about 10 ms of the event
-# loop: a microsecond per byte is the slowest that was measured.
+# Characters above which a text is tokenized in a thread, and tokens above which they are decoded in one. Below it,
+# tokenizing takes at most about 10 ms of the event loop: a microsecond per byte is the slowest that was measured.
 LONG_TEXT = 8 * 1024
 LONG_CHAT = 64 * 1024  # characters above which a chat is rendered in a thread; rendering is faster than tokenizing
 # Texts that are tokenized or rendered in threads at once. It bounds their memory.
@@ -363,6 +363,12 @@ class ServedModel:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special tokens, without cleaning up spaces."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    async def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each of `rows`. Many tokens are decoded in a thread."""
+        if sum(map(len, rows)) <= LONG_TEXT:
+            return [self.decode(tokens) for tokens in rows]
+        return await self.in_thread(lambda: [self.decode(tokens) for tokens in rows])
 
     async def read(self, conversation: Conversation, limit: TextLimit) -> tuple[str, list[int], PromptImages | None]:
         """Return the chat as one prompt: its text (without that of prior tokens), its tokens, and its images.

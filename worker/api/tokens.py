@@ -104,7 +104,7 @@ async def detokenize(body: Json, model: ServedModel) -> JsonAnswer:
     if len(tokens) < len(listed):
         raise InvalidValue(f"tokens must be token ids between 0 and {model.vocab_size - 1}", param="tokens")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    text = model.decode(tokens)
+    [text] = await model.decode_all([tokens])
     return JsonAnswer(body={"content": text, "prompt": text}, ignored=ignored)
 
 

@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from tests import tiny
 from tests.worker.chatting import model
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.serving import chat, serving, tokenizer
+from tests.worker.serving import chat, options, serving, tokenizer
 from worker.api import ollama, openai
+from worker.api.served_model import ServedModel
+from worker.api.tokens import detokenize
 from worker.engines.transformers.load import lora
 from worker.errors import InvalidValue, RequestError
 from worker.prompt.chat_template import Conversation
@@ -158,6 +160,14 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenized_or_rendered(ki
     for other in work.keys() - {kind}:
         work[other].close()
     assert await passes_of_the_loop(work[kind]) > 10, "the loop stood still"
+
+
+@pytest.mark.parametrize("call", ["/detokenize", "/v1/completions"])
+async def test_the_event_loop_runs_while_many_tokens_are_decoded(call: str) -> None:
+    made = ServedModel(FakeEngine(tokenizer(), ctx_size=1 << 17), tokenizer(), options())
+    ids = [5] * 100_000
+    work = detokenize({"tokens": ids}, made) if call == "/detokenize" else openai.completions({"prompt": ids}, made)
+    assert await passes_of_the_loop(work) > 10, "the loop stood still"
 
 
 BIASES = {str(token): 1 for token in range(100_000)}
