@@ -11,7 +11,7 @@ from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, check_choic
 from worker.api.openai_options import CommonOptions, read_common_options
 from worker.api.openai_replies import ChatWriter, TextWriter
 from worker.api.served_model import ServedModel
-from worker.errors import InvalidValue, RequestError, UnsupportedField
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedField
 from worker.interface import GenerationRequest, Grammar, PromptImages
 from worker.prompt import adapter_choice, logprob_options, tools
 from worker.prompt import chat_template as chats
@@ -64,16 +64,23 @@ class ParsedCompletion:
 
 
 async def parse_chat(
-    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
+    body: Json,
+    model: ServedModel,
+    *,
+    id: str,
+    names: Mapping[str, str] = _OWN_NAMES,
+    before: Sequence[int] = (),
+    drops_turns: bool = False,
 ) -> ParsedCompletion:
     """Parse the body of a chat completion, sent by an OpenAI client or translated from another dialect. Raise
     RequestError.
 
     `names`: names of its fields in the client's own body, for errors; longer keys before shorter ones.
     `before`: tokens of an earlier prompt and its answer that the messages continue.
+    `drops_turns`: drop the oldest turns of a chat that is too long.
     """
     with client_field_names(names):
-        return await _parse_chat(body, model, id=id, names=names, before=before)
+        return await _parse_chat(body, model, id=id, names=names, before=before, drops_turns=drops_turns)
 
 
 def client_name(names: Mapping[str, str], field: str) -> str:
@@ -97,7 +104,7 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _parse_chat(
-    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int]
+    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int], drops_turns: bool
 ) -> ParsedCompletion:
     model.require("completion")
     fields = BodyFields(model.defaults.complete(body, CHAT), CHAT)
@@ -127,7 +134,8 @@ async def _parse_chat(
     common = read_common_options(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     limit = common.limit(model, "messages")
-    prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model, limit)
+    read = _latest_turns if drops_turns else _prompt_tokens
+    prompt, tokens, prompt_images = await read(conversation, tooling, model, limit)
     # After the length check: of a chat with many parts, this search takes most of the time.
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if common.max_prompt_tokens is not None and prompt_images is not None:
@@ -254,6 +262,35 @@ async def _prompt_tokens(
     if not tokens:
         raise InvalidValue("this model's chat template renders the messages to an empty prompt", param="messages")
     return prompt, tokens, prompt_images
+
+
+async def _latest_turns(
+    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel, limit: TextLimit
+) -> tuple[str, list[int], PromptImages | None]:
+    """Return `_prompt_tokens` without the oldest turns, as few as the context requires. Leading system messages stay. A
+    turn begins with a message of the user, so that results of tools keep their calls. Raise ContextExceeded if not even
+    the last turn fits."""
+    messages = conversation.messages
+    head = next((at for at, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    begins = [head, *(at for at, message in enumerate(messages) if at > head and message["role"] == "user")]
+    found, low, high = None, 0, len(begins) - 1
+    # All turns, which mostly fit. Then one, two, four ... of them, and a binary search from the first number that does
+    # not fit: no try but the first renders more than twice of what fits.
+    tried, turns = 0, 1
+    while low <= high:
+        kept = replace(conversation, messages=[*messages[:head], *messages[begins[tried] :]])
+        try:
+            prompt = await _prompt_tokens(kept, tooling, model, limit)
+            model.check_prompt(prompt[1], param="messages")
+            found, high = prompt, tried - 1
+        except ContextExceeded:
+            if tried == len(begins) - 1:
+                raise
+            low = tried + 1
+        tried = max((low + high) // 2, len(begins) - turns)
+        turns *= 2
+    assert found is not None
+    return found
 
 
 async def completions(body: Json, model: ServedModel) -> GenerationCall:

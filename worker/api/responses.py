@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, event_frame
@@ -10,7 +10,7 @@ from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.openai_replies import logprob_entries
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import Delta, TokenLogprob
 from worker.prompt import logprob_options
@@ -38,38 +38,10 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
     fields = BodyFields(body, RESPONSES)
     chat_body, repeated_fields = _read(fields, model)
     id = f"resp_{uuid.uuid4().hex}"
-    names = _client_names(fields)
-
-    def parse(messages: Sequence[Json]) -> Awaitable[ParsedCompletion]:
-        return parse_chat({**chat_body, "messages": messages}, model, id=id, names=names)
-
     is_cut = repeated_fields["truncation"] == "auto"
-    chat = await (_parse_cut(chat_body["messages"], parse) if is_cut else parse(chat_body["messages"]))
+    chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields), drops_turns=is_cut)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     return chat.call(ResponsesWriter(id, chat, repeated_fields), ignored=ignored)
-
-
-async def _parse_cut(
-    messages: Sequence[Json], parse: Callable[[Sequence[Json]], Awaitable[ParsedCompletion]]
-) -> ParsedCompletion:
-    """Parse `messages` without the oldest turns, as few as the context requires. Leading system messages stay. A turn
-    begins with a message of the user, so that results of tools keep their calls. Raise ContextExceeded if not even the
-    last turn fits."""
-    head = next((at for at, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
-    begins = [head, *(at for at, message in enumerate(messages) if at > head and message["role"] == "user")]
-    found, low, high = None, 0, len(begins) - 1
-    tried = 0  # all messages, which mostly fit; then a binary search, because each try renders the prompt
-    while low <= high:
-        try:
-            found = await parse([*messages[:head], *messages[begins[tried] :]])
-            high = tried - 1
-        except ContextExceeded:
-            if tried == len(begins) - 1:
-                raise
-            low = tried + 1
-        tried = (low + high) // 2
-    assert found is not None
-    return found
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 # Characters above which a text is tokenized in a thread, and tokens above which they are decoded in one. Below it,
 # tokenizing takes at most about 10 ms of the event loop: a microsecond per byte is the slowest that was measured.
 LONG_TEXT = 8 * 1024
-LONG_CHAT = 64 * 1024  # characters above which a chat is rendered in a thread; rendering is faster than tokenizing
+# Characters and messages above which a chat is rendered in a thread. Rendering is faster than tokenizing.
+LONG_CHAT, MANY_MESSAGES = 64 * 1024, 1024
 # Texts that are tokenized or rendered in threads at once. It bounds their memory.
 MAX_TOKENIZING = 2
 MAX_REQUEST_TOKENS = 1 << 20  # tokens of all texts of one request, 40 MB of numbers
@@ -376,25 +377,28 @@ class ServedModel:
         Raise InvalidValue, the errors of `encode`, and those of `worker.interface.ImageProcessor.read`.
         """
         prompt = await self.render(conversation, limit)
-        images = conversation.images
-        if not images:
+        vision = self.engine.vision
+        images = conversation.images if vision is not None else []  # of other models they were rejected
+        if vision is None or not images:
             [tokens] = await self.encode([prompt], limit, add_special=False)
             return prompt, [*conversation.before, *tokens], None
-        assert self.engine.vision is not None, "images were rejected earlier"
         self.text_bound.fit(prompt, replace(limit, keep=""))
-        return prompt, *await self.engine.vision.read(prompt, images)
+        return prompt, *await vision.read(prompt, images)
 
     async def render(self, conversation: Conversation, limit: TextLimit) -> str:
         """Render the chat with the template, as a whole or as the continuation of prior tokens. Long chats are rendered
         in a thread. Raise ContextExceeded for a chat that is too long to be rendered.
         """
         render = self.template.render_on if conversation.before else self.template.render
-        size = conversation.size
-        if size > self.text_bound.most_bytes(limit.tokens) + CHAT_GRACE:
-            raise limit.error(size // self.text_bound.bytes_per_token)
-        if size <= LONG_CHAT:
+
+        def render_bounded() -> str:
+            size = conversation.size
+            if size > self.text_bound.most_bytes(limit.tokens) + CHAT_GRACE:
+                raise limit.error(size // self.text_bound.bytes_per_token)
             return render(conversation)
-        return await self.in_thread(lambda: render(conversation))
+
+        is_short = len(conversation.messages) <= MANY_MESSAGES and conversation.size <= LONG_CHAT
+        return render_bounded() if is_short else await self.in_thread(render_bounded)
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         # reading special tokens as text is tokenizer state, and other threads use the tokenizer

@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import re
+import sys
 import tracemalloc
 from collections.abc import Awaitable, Callable, Coroutine
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.worker.chatting import model
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import chat, options, serving, tokenizer
 from worker.api import ollama, openai
+from worker.api.responses import responses
 from worker.api.served_model import ServedModel
 from worker.api.tokens import detokenize
 from worker.engines.transformers.load import lora
@@ -168,6 +171,33 @@ async def test_the_event_loop_runs_while_many_tokens_are_decoded(call: str) -> N
     ids = [5] * 100_000
     work = detokenize({"tokens": ids}, made) if call == "/detokenize" else openai.completions({"prompt": ids}, made)
     assert await passes_of_the_loop(work) > 10, "the loop stood still"
+
+
+async def calls_in_the_event_loop(work: Coroutine[Any, Any, Any]) -> int:
+    """Run `work`; count the calls of functions in this thread meanwhile."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        await work
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+async def test_dropping_turns_takes_no_more_of_the_event_loop_than_reading_them() -> None:
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 1500
+    body = {"input": turns, "truncation": "auto"}
+    calls = []
+    for ctx_size in (1 << 17, 1 << 15):
+        made = ServedModel(FakeEngine(tokenizer(), ctx_size=ctx_size), tokenizer(), options())
+        calls.append(await calls_in_the_event_loop(responses(body, made)))
+    whole, dropping = calls
+    assert dropping < 2 * whole
 
 
 BIASES = {str(token): 1 for token in range(100_000)}
