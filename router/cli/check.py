@@ -31,7 +31,7 @@ from router.memory.checkpoint_facts import (
 from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
-from worker.protocol.architectures import LIBRARIES, scoring_fault
+from worker.protocol.architectures import LIBRARIES, experts_fault, scoring_fault
 from worker.protocol.memory import COMPILER_STACK_BYTES, MAX_GRAMMAR_LENGTH
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
 from worker.protocol.snapshot_files import is_of_tokenizer, quantization_beside
@@ -195,13 +195,21 @@ def _quantization(folder: str) -> tuple[str, int, int]:
 
 
 def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:
-    """Yield a problem if the method of the checkpoint is not supported, or is another one than the preset states."""
+    """Yield a problem if the method of the checkpoint is not supported, is another one than the preset states, or has
+    quantized each expert of a mixture alone."""
     method, bits, group = _quantization(folder)
     try:
         check_quantization(Checkpoint(quantization=method, bits=bits, group=group), preset, on_host=False)
     except WrongQuantization as error:
         key = "quantization" if "quantization" in preset.origins else "model" if preset.path else "hf-repo"
         yield _problem(preset, key, error.message.removeprefix(f"{preset.id}: "))
+    try:
+        packed = [name for name in checkpoint.tensor_names(Path(folder)) if name.endswith(".qweight")]
+    except UnknownCheckpoint:
+        return  # another fault of the load, or a snapshot that a download completes
+    # Code of the snapshot may compute each expert alone.
+    if not preset.trust_remote_code and (why := experts_fault(method, packed)):
+        yield _problem(preset, "model" if preset.path else "hf-repo", why)
 
 
 def _encoder_fault(preset: Preset, folder: Path) -> Iterator[Problem]:

@@ -163,6 +163,11 @@ def pickled_header(file: Path) -> dict[str, _Tensor]:
     return {name: (tensor.dtype, tensor.shape, tensor.bytes) for name, tensor in found.items()}
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in the safetensors files of a snapshot. Raises UnknownCheckpoint."""
+    return [name for file in _weight_files(folder, INDEX, WEIGHTS) for name in header(file)]
+
+
 def check_pickles(folder: Path) -> None:
     """Raise UnknownCheckpoint if the pickled weights of a snapshot cannot be converted."""
     for file in _weight_files(folder, PICKLED_INDEX, PICKLED):

@@ -85,6 +85,18 @@ def unstated_quantization(names: Iterable[str]) -> str:
     )
 
 
+def experts_fault(method: str, names: Iterable[str]) -> str:
+    """Return the reason why experts that `method` has quantized one by one cannot be loaded; empty if there are none.
+
+    `names`: quantized tensors, or those that transformers did not read.
+    """
+    name = min(filter(EXPERT.search, names), default="") if method in ("gptq", "awq") else ""
+    return name and (
+        "transformers computes the experts of a layer in one tensor, and this checkpoint has each of them quantized"
+        f" with {method} ({name}); take one that is quantized with fp8 or mxfp4, or one that is not quantized"
+    )
+
+
 def scoring_fault(names: Sequence[str], labels: int) -> str:
     """Return the reason why a model with these `architectures` cannot score pairs of texts; empty if it can.
 

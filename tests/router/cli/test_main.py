@@ -285,6 +285,23 @@ def test_check_warns_of_a_folder_that_no_load_takes_beside_others(
     assert code == 1, "a section names it"
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_check_reports_experts_that_are_quantized_one_by_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
+) -> None:
+    quantization = {"quant_method": method, "bits": 4, "group_size": 128}
+    mixture = write(tmp_path / "mixture", quantization_config=quantization)
+    dense = write(tmp_path / "dense", quantization_config=quantization)
+    for folder, layer in ((mixture, "mlp.experts.0"), (dense, "mlp")):
+        write_weights(folder / "model.safetensors", {f"model.layers.0.{layer}.up_proj.qweight": ("I32", [8, 128])})
+    own = f"[own]\nmodel = {mixture}\ntrust-remote-code = on\n"
+    path = preset(tmp_path, f"[mixture]\nmodel = {mixture}\n[dense]\nmodel = {dense}\n{own}")
+    _, out, _ = run(capsys, "check", path)
+    [fault] = [line for line in out.splitlines() if line.startswith(path)]
+    assert fault.startswith(f"{path}:2: [mixture] transformers computes the experts of a layer in one tensor")
+    assert f"quantized with {method} (model.layers.0.mlp.experts.0.up_proj.qweight); take one that is" in fault
+
+
 def test_check_takes_the_method_of_quantized_weights_from_an_override_or_quantize_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -23,11 +23,11 @@ from worker.protocol.architectures import (
     DEQUANTIZED,
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_WITHOUT,
-    EXPERT,
     FUSED_GROUPS,
     LIBRARIES,
     SCALE,
     USUAL_GROUP,
+    experts_fault,
 )
 from worker.protocol.argv import ModelOptions
 
@@ -177,13 +177,8 @@ def load(
         raise StartError(
             f"transformers cannot load this {found} checkpoint here: {cuda_errors.one_line(error)}"
         ) from error
-    experts = sorted(name for name in info["unexpected_keys"] if EXPERT.search(name))
-    if found in ("gptq", "awq") and experts:
-        raise StartError(
-            "transformers computes the experts of a layer in one tensor, and this checkpoint has each of them"
-            f" quantized with {found} ({experts[0]}); take one that is quantized with fp8 or mxfp4, or one that is not"
-            " quantized"
-        )
+    if fault := experts_fault(found, info["unexpected_keys"]):
+        raise StartError(fault)
     unread = sorted(name for name in info["unexpected_keys"] if name.endswith(".weight_scale"))
     if found == "fp8" and unread:
         raise StartError(
