@@ -179,18 +179,16 @@ def read_stop(fields: BodyFields, *names: str) -> list[str] | None:
     """Return the stop strings of the first of `names` that is present. All present ones are validated."""
     given_fields = [(name, given) for name in names if (given := fields.take(name)) is not None]
     lists = [[given] if isinstance(given, str) else given for _, given in given_fields]
-    for (name, _), stops in zip(given_fields, lists, strict=True):
-        if (
-            not isinstance(stops, list)
-            or len(stops) > MAX_STOPS
-            or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops)
-        ):
-            where = fields.path + name
-            raise InvalidValue(
-                f"{where} must be a string or up to {MAX_STOPS} non-empty strings, of at most {MAX_STOP_LENGTH}"
-                " characters each",
-                param=where,
-            )
+    for (name, given), stops in zip(given_fields, lists, strict=True):
+        where = fields.path + name
+        if not isinstance(stops, list):
+            raise InvalidValue(f"{where} must be a string or an array of strings", param=where)
+        if len(stops) > MAX_STOPS:
+            raise InvalidValue(f"{where} must have at most {MAX_STOPS} entries", param=where)
+        for index, stop in enumerate(stops):
+            if not (isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH):
+                place = where if stops is not given else f"{where}[{index}]"
+                raise InvalidValue(f"{place} must be a string of 1 to {MAX_STOP_LENGTH} characters", param=where)
     return lists[0] if lists else None
 
 
