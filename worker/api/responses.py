@@ -126,7 +126,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         "metadata": fields.mapping("metadata") or {},
         "parallel_tool_calls": chat_body["parallel_tool_calls"] is not False,
         "reasoning": {"effort": chat_body["reasoning_effort"], "summary": None},
-        "text": {"format": format_ or {"type": "text"}},
+        "text": {"format": format_ or {"type": "text"}, "verbosity": chat_body["verbosity"]},
         "tool_choice": fields.take("tool_choice") or "auto",
         # a function has all members in a response
         "tools": [{"type": "function", **dict.fromkeys(_OF_FUNCTION), **tool["function"]} for tool in tools],

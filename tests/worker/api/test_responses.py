@@ -226,8 +226,9 @@ async def test_reports_and_errors_use_the_clients_field_names() -> None:
     form = {"type": "json_schema", "schema": SCHEMA, "description": "?"}
     async with serving() as world:
         asked = {"input": "hi", "text": {"format": form, "verbosity": "low"}, "reasoning": {"effort": "low"}}
-        _, headers, _ = await world.post("/v1/responses", asked)
+        _, headers, received = await world.post("/v1/responses", asked)
         assert headers["X-Ignored-Fields"] == "text.format.description,reasoning.effort,text.verbosity"
+        assert received["text"] == asked["text"]
         held = world.engine.requests[-1].grammar
         assert held is not None
         assert held.field == "text.format"

@@ -177,7 +177,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "metadata": s.ANY_OBJECT,
             "parallel_tool_calls": s.FLAG,
             "reasoning": s.shape({"effort": s.or_null(s.TEXT), "summary": s.NULL}),
-            "text": s.shape({"format": s.ANY_OBJECT}),
+            "text": s.shape({"format": s.ANY_OBJECT, "verbosity": s.or_null(s.TEXT)}),
             "tool_choice": s.any_of(s.TEXT, s.ANY_OBJECT),
             "tools": s.several(s.ANY_OBJECT),
             "top_logprobs": s.COUNT,
