@@ -316,7 +316,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
             file.keep_only(frozenset())  # the pages that were read are free again
         emit(Progress(stage="convert", done=min(done, total - 1), total=total))
 
-    with loader.quiet(), TensorWriter(part / WEIGHTS, 2 * len(tensors) + 64, on_sync) as writer:
+    with TensorWriter(part / WEIGHTS, 2 * len(tensors) + 64, on_sync) as writer:
         with _caught(writer):
             model = loader.build_around(cls, config, tensors, dtype, embeds)
         _write_buffers(model, writer)
@@ -326,8 +326,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
         del model
         written = writer.finish(paths)
     emit(Progress(stage="convert", done=total - 1, total=total))
-    with loader.quiet():
-        _check_loads_unchanged(cls, config, part, dtype, embeds)
+    _check_loads_unchanged(cls, config, part, dtype, embeds)
     emit(Progress(stage="convert", done=total, total=total))
     return written
 

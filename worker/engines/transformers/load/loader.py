@@ -5,8 +5,7 @@ they must be converted. Whatever prevents a load is a StartError with the way ou
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from worker.protocol.events import Exit, Progress
 
 Report = Callable[[Progress], None]
 
+transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress is an event
 
 # Layers behind the last hidden state, which embedders do not use; checkpoints often lack them.
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
@@ -93,15 +93,14 @@ def load_model(
         raise StartError(f"load-format {options.load_format!r} is none of {', '.join(LOAD_FORMATS)}", Exit.USAGE)
     load = WeightLoad(options, config, device, split, is_embedder(options, config), report, stage_done)
     try:
-        with quiet():
-            if share is not None:
-                loaded = load.load_slices(share)
-            elif options.load_format == "dummy":
-                loaded = load.load_random()
-            elif quantization.is_quantized(options, config):
-                loaded = load.load_quantized()
-            else:
-                loaded = load.load_stored(built)
+        if share is not None:
+            loaded = load.load_slices(share)
+        elif options.load_format == "dummy":
+            loaded = load.load_random()
+        elif quantization.is_quantized(options, config):
+            loaded = load.load_quantized()
+        else:
+            loaded = load.load_stored(built)
         if built is None or loaded.model is not built.model:  # a rank builds its own, with slices of the weights
             _set_up(loaded.model, attention)
         if device.type != "cpu":
@@ -145,8 +144,7 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
         names = (name, prefix + name, name.removeprefix(prefix))
         if all(candidate not in expected or expected[candidate].shape != tensor.shape for candidate in names):
             return None
-    with quiet():
-        model = _set_up(build_around(cls, config, tensors, dtype, embeds), attention)
+    model = _set_up(build_around(cls, config, tensors, dtype, embeds), attention)
     # Compare storage addresses: a parameter elsewhere was initialised by transformers or merged from several tensors.
     ours = {tensor.data_ptr() for tensor in tensors.values()}
     if any(parameter.numel() and parameter.data_ptr() not in ours for parameter in model.parameters()):
@@ -431,16 +429,3 @@ def _check_complete(cls: Any, missing: Iterable[str], embeds: bool) -> None:
             f"the files lack what {cls.__name__} needs: {what}; fetch the snapshot again, or one whose config.json is"
             " that of its weights"
         )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Disable transformers' progress bars on stderr: progress is an event."""
-    bars: Any = transformers.utils.logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
