@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
-from worker.engines.transformers.loop.step_loop import CounterRate, Outbox, StepLoop, WorkReport
+from worker.engines.transformers.loop.step_loop import CounterRate, Outbox, StepLoop
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
@@ -24,6 +25,7 @@ from worker.protocol.events import Pulse, encode
 
 DEADLINE = 60.0
 VOCAB = 16
+NO_FIGURES = Pulse(steps=0, running=0, waiting=0, measured={})
 
 
 class Flat:
@@ -74,18 +76,18 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     ask(work, 8, prompt=12, limit=3)
     third = ask(work, 9, prompt=2, limit=3)
     work.step()
-    report = work.report()
+    report = work.report(NO_FIGURES)
     assert report.slots == [[0, 7, 0, 3, 2, 0, 0], [1, 8, 4, 0, 3, 0, 0]]
     assert (work.load, report.parallel) == ((2, 1), 2)
     assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
-    assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
+    assert (work.prefill_tokens, work.decode_tokens) == (4 + 8, 3)
     assert (report.batched, report.longest) == (1 + 1 + 2, 8)
     work.cancel(third)
     while work.has_work:
         work.step()
-    report = work.report()
+    report = work.report(NO_FIGURES)
     assert (report.slots, report.cache_used) == ([], 0)
-    assert (report.prefill_tokens, report.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+    assert (work.prefill_tokens, work.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
     assert (report.batched, report.longest) == (5 + 4, 12 + 2), "the last token of a text is not computed"
 
 
@@ -103,19 +105,17 @@ class Counting:
 
     has_work, load = True, (2, 1)
 
-    def __init__(self) -> None:
-        self.steps = 0
+    prefill_tokens = decode_tokens = 0
 
-    def report(self) -> WorkReport:
-        slots = [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
-        return WorkReport(
-            parallel=4, prefill_tokens=100 * self.steps, decode_tokens=10 * self.steps, cache_used=70,
-            cache_reusable=20, cache_total=400, drafted=12, accepted=5, drafts=4, accepted_at=[4, 1], batched=30,
-            longest=50, slots=slots,
+    def report(self, pulse: Pulse) -> Pulse:
+        return replace(
+            pulse, parallel=4, cache_used=70, cache_reusable=20, cache_total=400, drafted=12, accepted=5, drafts=4,
+            accepted_at=[4, 1], batched=30, longest=50, slots=[[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]],
         )  # fmt: skip
 
     def step(self) -> None:
-        self.steps += 1
+        self.prefill_tokens += 100
+        self.decode_tokens += 10
 
     def abandon(self, error: RequestError) -> None:
         pass
@@ -246,9 +246,10 @@ class Idle:
     """Work that never has anything to do."""
 
     has_work, load = False, (0, 0)
+    prefill_tokens = decode_tokens = 0
 
-    def report(self) -> WorkReport:
-        return WorkReport(parallel=1, prefill_tokens=0)
+    def report(self, pulse: Pulse) -> Pulse:
+        return pulse
 
     def step(self) -> None:
         raise AssertionError("there is none")

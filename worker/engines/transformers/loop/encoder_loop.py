@@ -3,18 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.requests import AdmissionLimit
-from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
+from worker.engines.transformers.loop.step_loop import Outbox
 from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import EncoderQueue
 from worker.errors import RequestError, SequenceFailed
 from worker.interface import EncoderInput
+from worker.protocol.events import Pulse
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class EncoderLoop:
         self._compiles_attention = compiles_attention
         self._queue: EncoderQueue[EncoderJob] = EncoderQueue()
         self._batch: list[tuple[EncoderJob, int]] = []
-        self._tokens = 0
+        self.prefill_tokens = self.decode_tokens = 0
         self.limit = AdmissionLimit()
 
     def add(self, job: EncoderJob) -> None:
@@ -73,9 +74,8 @@ class EncoderLoop:
     def load(self) -> tuple[int, int]:
         return len(self._batch), len(self._queue)
 
-    def report(self) -> WorkReport:
-        # A batch has at most as many texts as tokens.
-        return WorkReport(parallel=self._budget, prefill_tokens=self._tokens)
+    def report(self, pulse: Pulse) -> Pulse:
+        return replace(pulse, parallel=self._budget)  # a batch has at most as many texts as tokens
 
     def step(self) -> None:
         self._batch = self._queue.take(self._budget)
@@ -83,7 +83,7 @@ class EncoderLoop:
             self._on_larger_step()
         for job, index, result in self._compute(self._batch):
             job.results[index] = result
-            self._tokens += len(job.texts[index].tokens)
+            self.prefill_tokens += len(job.texts[index].tokens)
             if len(job.results) == len(job.texts):
                 results = [job.results[place] for place in range(len(job.texts))]
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))

@@ -25,7 +25,7 @@ ALONE_SECONDS at most.
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.detokenizer import TextPiece
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
@@ -34,7 +34,7 @@ from worker.engines.transformers.loop.active_choices import ActiveChoices
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.requests import AdmissionLimit, DeltaWriter, RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_launcher import StepLauncher
-from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
+from worker.engines.transformers.loop.step_loop import Outbox
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
 from worker.engines.transformers.run.largest_step import LargestSizes
 from worker.engines.transformers.run.runner import Runner
@@ -42,10 +42,11 @@ from worker.engines.transformers.sample.grammar import ALONE_SECONDS, Grammars
 from worker.engines.transformers.sample.sampler import Sampled, copies_of_scores
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
-from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
+from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import RequestError, SequenceFailed
 from worker.interface import FinishReason, SamplingParams
+from worker.protocol.events import Pulse
 
 # Time spent after a step on weight layouts that make later steps faster, as a share of the step, until all are done.
 # A guess: running requests slow down by at most a half meanwhile.
@@ -63,21 +64,6 @@ class Backend:
     adapters: LoraAdapters | None = None
     drafter: Drafter | None = None  # None: no speculative decoding
     ahead: bool = False  # launch ahead; useful only where another device than the host computes
-
-
-@dataclass
-class TokenCounts:
-    """Token counts since the start, as in `Pulse`."""
-
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    batched: int = 0
-    longest: int = 0
-
-    def computed(self, segment: Segment) -> None:
-        self.longest = max(self.longest, segment.end - len(segment.drafted))
-        if not segment.is_decode:
-            self.prefill_tokens += segment.length
 
 
 class LargestStep:
@@ -137,7 +123,8 @@ class GenerationLoop:
         self._launcher = StepLauncher(backend.runner, grammars, self._active, self._fail)
         self._writer = DeltaWriter(outbox, piece)
         self.limit = AdmissionLimit()
-        self._counts = TokenCounts()
+        self.prefill_tokens = self.decode_tokens = 0
+        self._batched = self._longest = 0  # as in `Pulse`
         has_kernels = backend.linears is not None and backend.linears.has_layers
         self._largest = LargestStep(backend.linears if has_kernels else None)
         self._has_steady_steps, self._on_larger_step = has_steady_steps, on_larger_step
@@ -178,13 +165,11 @@ class GenerationLoop:
         """The number of steps that were launched before the step in front of them had finished."""
         return self._launcher.steps_ahead
 
-    def report(self) -> WorkReport:
-        places, capacity, counts = self._scheduler.places, self._backend.capacity, self._counts
-        drafter = self._backend.drafter
-        return WorkReport(
+    def report(self, pulse: Pulse) -> Pulse:
+        places, capacity, drafter = self._scheduler.places, self._backend.capacity, self._backend.drafter
+        return replace(
+            pulse,
             parallel=capacity.rows,
-            prefill_tokens=counts.prefill_tokens,
-            decode_tokens=counts.decode_tokens,
             cache_used=max(0, sum(sequence.computed for _, sequence in places) - capacity.shared),
             cache_reusable=capacity.reusable,
             cache_total=capacity.tokens,
@@ -192,8 +177,8 @@ class GenerationLoop:
             accepted=drafter.accepted if drafter is not None else 0,
             drafts=drafter.drafts if drafter is not None else 0,
             accepted_at=list(drafter.accepted_at) if drafter is not None else [],
-            batched=counts.batched,
-            longest=counts.longest,
+            batched=self._batched,
+            longest=self._longest,
             slots=[
                 [
                     row,
@@ -300,7 +285,7 @@ class GenerationLoop:
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""
         results = step.results()
-        self._counts.batched += len(step.batch)
+        self._batched += len(step.batch)
         now = time.monotonic()
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
@@ -332,8 +317,10 @@ class GenerationLoop:
         """Record the result of a step for one sequence, and send it."""
         segment, sequence = result.segment, result.segment.sequence
         choice = self._active.of(sequence)
-        self._counts.computed(segment)
         sequence.computed = segment.end - len(segment.drafted)
+        self._longest = max(self._longest, sequence.computed)
+        if not segment.is_decode:
+            self.prefill_tokens += segment.length
         if choice.prompt:
             # A preempted prompt is computed again in other chunks, so some of its logprobs may be known already.
             choice.prompt.extend(map(self._writer.logprob, result.prompt[len(choice.prompt) - segment.start - 1 :]))
@@ -366,7 +353,7 @@ class GenerationLoop:
         if sampled is None or (choice.matcher is not None and choice.matcher.is_over):
             self._end_without_token(choice, now)
             return
-        self._counts.decode_tokens += 1
+        self.decode_tokens += 1
         choice.first_token_at = choice.first_token_at or now
         finish = choice.sequence.append(sampled.token)
         matcher, is_over = choice.matcher, False

@@ -6,7 +6,6 @@ for a client. It also sends the pulse, once a second: a hanging step stops the p
 """
 
 import asyncio
-import dataclasses
 import logging
 import threading
 import time
@@ -34,25 +33,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkReport:
-    """The work's part of a pulse: fields as in `Pulse`, and the two counters from which its rates are computed."""
-
-    parallel: int
-    prefill_tokens: int  # since the start
-    decode_tokens: int = 0  # since the start
-    cache_used: int = 0
-    cache_reusable: int = 0
-    cache_total: int = 0
-    drafted: int = 0  # since the start
-    accepted: int = 0  # since the start
-    drafts: int = 0  # since the start
-    accepted_at: list[int] = dataclasses.field(default_factory=list)
-    batched: int = 0
-    longest: int = 0
-    slots: list[list[int]] = dataclasses.field(default_factory=list)
-
-
 class CounterRate:
     """Rate of a counter between two readings."""
 
@@ -75,8 +55,16 @@ class StepWork(Protocol):
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting sequences or texts."""
 
-    def report(self) -> WorkReport:
-        """Counts for a pulse. Called once a second, between two steps."""
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens computed since the start."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens generated since the start."""
+
+    def report(self, pulse: Pulse) -> Pulse:
+        """Return `pulse` with the figures of the work. Called once a second, between two steps."""
 
     def step(self) -> None:
         """Do one step. A failure that one request causes ends that request. An exception ends the process."""
@@ -250,23 +238,21 @@ class StepLoop:
                 self._growth.lock.release()
 
     def _compose_pulse(self) -> None:
-        now, at, report = self.occupancy, time.monotonic(), dataclasses.asdict(self._work.report())
+        now, at, work = self.occupancy, time.monotonic(), self._work
         self._growth.settle()  # what steps have taken is measured below
         with memory.inheritance.one_count():
             # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
             later = self._later()
-            self._pulse(
-                Pulse(
-                    steps=now.steps,
-                    running=now.running,
-                    waiting=now.waiting,
-                    measured=self._measured(),
-                    later=later,
-                    unannounced=self._unannounced(),
-                    resident=memory.held(),
-                    mapped=memory.mapped(),
-                    prefill_rate=self._prefill.since(report.pop("prefill_tokens"), at),
-                    decode_rate=self._decode.since(report.pop("decode_tokens"), at),
-                    **report,
-                )
+            pulse = Pulse(
+                steps=now.steps,
+                running=now.running,
+                waiting=now.waiting,
+                measured=self._measured(),
+                later=later,
+                unannounced=self._unannounced(),
+                resident=memory.held(),
+                mapped=memory.mapped(),
+                prefill_rate=self._prefill.since(work.prefill_tokens, at),
+                decode_rate=self._decode.since(work.decode_tokens, at),
             )
+            self._pulse(work.report(pulse))
