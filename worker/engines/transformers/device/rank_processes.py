@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -72,8 +73,7 @@ class RankProcesses:
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         self.lost: WorkerError | None = None  # set some time after `watch` when a follower has exited
-        self._callbacks: list[Callable[[WorkerError], None]] = []
-        self._is_known = threading.Event()
+        self._loss: Future[WorkerError] = Future()  # the same, after `abort`
         self._is_ending = False
 
     @classmethod
@@ -131,11 +131,7 @@ class RankProcesses:
 
     def on_lost(self, callback: Callable[[WorkerError], None]) -> None:
         """Call `callback` when a follower is lost, from the watching thread; immediately if one is lost already."""
-        with self._lock:
-            self._callbacks.append(callback)
-            known = self.lost
-        if known is not None:
-            callback(known)
+        self._loss.add_done_callback(lambda loss: callback(loss.result()))
 
     def figures(self, figure: int) -> list[int]:
         """One figure of ranks 1, 2, ..."""
@@ -144,7 +140,8 @@ class RankProcesses:
     def why(self) -> WorkerError:
         """The loss of a follower: StartError with its exit code if it reported one, else RankLost. Waits up to
         _CAUSE_TIMEOUT until it is known."""
-        self._is_known.wait(_CAUSE_TIMEOUT)
+        with suppress(TimeoutError):
+            return self._loss.result(_CAUSE_TIMEOUT)
         return self.lost or RankLost("the ranks of this model have lost one another")
 
     def end(self) -> None:
@@ -162,12 +159,9 @@ class RankProcesses:
         why = self._read_message(connection, 1 + self._connections.index(connection))
         if why is None or self._is_ending:
             return
-        with self._lock:
-            self.lost, callbacks = why, tuple(self._callbacks)
-        self._is_known.set()
+        self.lost = why
         abort()
-        for callback in callbacks:
-            callback(why)
+        self._loss.set_result(why)
 
     def _read_message(self, connection: Connection, rank: int) -> WorkerError | None:
         """Read a follower's message: None if it is ready, else the error with which this process must exit."""
