@@ -112,7 +112,7 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
     views = [view for _, view in opened.tensors()]
     unmapped = safetensors.unmapped_views([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
     unmapped.start()
-    loaded = loader.LoadedModel(None, None, torch.device("cpu"), torch.float32, False, (opened,), unmapped=unmapped)
+    loaded = loader.LoadedModel(None, torch.device("cpu"), torch.float32, (opened,), unmapped=unmapped)
     assert all(loaded.release_pages(view) for view in views)
     assert not loaded.release_pages(torch.zeros(8))
     unmapped.finish()

@@ -53,10 +53,8 @@ class LoadedModel:
     """A model that is ready to run."""
 
     model: Any
-    config: Any
     device: torch.device  # the first one, if there are several
     dtype: torch.dtype
-    embeds: bool
     files: tuple[safetensors.WeightFile, ...] = ()  # that weights on the CPU are views of
     split: LayerSplit | None = None  # layers per device, if there are several
     share: RankShare | None = None  # of a tensor-parallel model
@@ -345,10 +343,8 @@ class WeightLoad:
     ) -> LoadedModel:
         return LoadedModel(
             model,
-            model.config,
             self.device,
             dtype,
-            self.embeds,
             tuple(files),
             self.split,
             unmapped=unmapped or LazyPages(),
