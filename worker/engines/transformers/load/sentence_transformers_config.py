@@ -69,7 +69,6 @@ class EmbedderConfig:
     """Conversion of texts to vectors."""
 
     steps: tuple[EmbedderModule, ...] = (Pooling(("mean",)),)  # applied in this order; empty: one vector for each token
-    max_tokens: int = 0  # per text; 0: unspecified
     prompts: Mapping[str, str] = field(default_factory=dict)  # instructions before a text, by name
     default_prompt: str = ""  # text of the instruction used if none is named
     dimensions: int = 0  # leading components that are kept; 0: all
@@ -106,7 +105,6 @@ def read(snapshot: Path, asked: str = "") -> EmbedderConfig:
         steps = steps[:-1]
     return EmbedderConfig(
         steps=steps,
-        max_tokens=max_tokens(snapshot),
         prompts=prompts,
         default_prompt=default,
         dimensions=int(settings.get("truncate_dim") or 0),
