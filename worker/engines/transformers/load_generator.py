@@ -13,7 +13,6 @@ from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.cpu_linear import CpuLinears, onednn_bytes
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages, claiming
-from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
@@ -85,8 +84,25 @@ def load(
     draft_config = load_draft.load_config(options, config, tokenizer) if options.draft_snapshot else None
     with _start_errors(loaded, config, options, ctx_size):
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
-        leading = (ranks, share[1]) if ranks is not None and share is not None else None
-        backend, capacity, unmapped = _make_backend(loaded, config, options, ctx_size, tower, leading, progress)
+        backend: PagedRunner | AlignedRunner
+        unmapped = loaded.unmapped
+        if ranks is not None and share is not None:
+            backend, capacity = tensor_parallel.make_leader(
+                loaded, config, options, ctx_size, ranks, share[1], progress
+            )
+        else:
+            # The first step reads the weights, so they are mapped before the cache.
+            with claiming(unmapped) as unmapped:
+                backend, capacity = backends.make_runner(
+                    loaded.model,
+                    config,
+                    options,
+                    ctx_size,
+                    loaded.device,
+                    caches=options.prefix_caching,
+                    tower=tower,
+                    split=loaded.split,
+                )
         draft_model = None
         if draft_config is not None:
             with claiming(unmapped) as unmapped:
@@ -133,36 +149,6 @@ def load(
         has_steady_steps=is_fast or not _has_experts(loaded),
         larger=larger,
     )
-
-
-def _make_backend(
-    loaded: loader.LoadedModel,
-    config: Any,
-    options: Serve,
-    ctx_size: int,
-    tower: VisionTower | None,
-    leading: tuple[RankProcesses, ProcessGroup] | None,
-    progress: Progress,
-) -> tuple[PagedRunner | AlignedRunner, RowAllocator, LazyPages]:
-    """Return the runner with its cache, and the pages of the weights and the cache that are not mapped yet: the first
-    step reads the weights, so they are mapped first.
-
-    `leading`: the other ranks of a tensor-parallel model, and their group.
-    """
-    if leading is not None:
-        return *tensor_parallel.make_leader(loaded, config, options, ctx_size, *leading, progress), loaded.unmapped
-    with claiming(loaded.unmapped) as pages:
-        runner, capacity = backends.make_runner(
-            loaded.model,
-            config,
-            options,
-            ctx_size,
-            loaded.device,
-            caches=options.prefix_caching,
-            tower=tower,
-            split=loaded.split,
-        )
-    return runner, capacity, pages
 
 
 @contextmanager
