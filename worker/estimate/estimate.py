@@ -33,7 +33,7 @@ from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import TransformersImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
-from worker.estimate import meta_model, quantized, tensor_parallel
+from worker.estimate import meta_model, quantized
 from worker.estimate.largest_steps import (
     CPU,
     GenerationSteps,
@@ -246,8 +246,8 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype, ra
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         loading, share = 0, None
         if ranks > 1:
-            loading = tensor_parallel.loading_bytes(options, config, model, dtype)
-            share = tensor_parallel.divide(model, ranks)
+            loading = meta_model.loading_bytes(options, config, model, dtype)
+            share = meta_model.divide(model, ranks)
         weights = meta_model.weight_bytes(options, config, model, dtype)[CPU]
         tower = VisionTower(model, processor.token, CPU) if processor is not None else None
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, tower, ranks=ranks)

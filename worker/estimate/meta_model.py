@@ -13,7 +13,15 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.load import architectures, layer_split, quantization, safetensors, snapshot
+from worker.engines.transformers.load import (
+    architectures,
+    layer_split,
+    quantization,
+    safetensors,
+    snapshot,
+    tensor_parallel_plan,
+)
+from worker.engines.transformers.load.tensor_parallel_plan import RankShare, RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
@@ -44,6 +52,22 @@ class Traced:
     staged: int = 0  # main memory for weights on their way to an accelerator that are converted or quantized first
 
 
+class FakeGroup:
+    """A process group with one rank: results have the right sizes and no content."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.empty_like(tensor) for _ in range(self._count)], dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 @contextmanager
 def no_memory() -> Iterator[None]:
     """Make all tensors of the block fake.
@@ -62,6 +86,27 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def divide(model: torch.nn.Module, ranks: int) -> RankShare:
+    """Leave the slices of rank 0 in `model`, with memory of their own, as the loader does. Raises StartError for a
+    model that cannot be divided."""
+    share = RankSlice(0, ranks), FakeGroup(ranks)
+    tensor_parallel_plan.divide(model, share)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                copy = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = torch.nn.Parameter(copy, requires_grad=False)
+    return share
+
+
+def loading_bytes(options: ModelOptions, config: Any, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Return the further bytes while a rank loads `model`, which is not divided yet."""
+    if options.load_format == "dummy":
+        return tensor_bytes(model)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    return max(2 * largest, StoredTensors(options).stacked(config) * dtype.itemsize)
 
 
 def make_runner(

@@ -45,7 +45,7 @@ from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.errors import AdapterNotFound, Draining, RankLost, StartError, UnusableAdapter
-from worker.estimate import estimate, tensor_parallel
+from worker.estimate import estimate, meta_model
 from worker.interface import AdapterChoice
 from worker.program import supervision
 from worker.program.main import _follow
@@ -298,7 +298,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
     parted = set[str]()
     for rank, part in enumerate(parts):
         part.load_state_dict(whole.state_dict())
-        tensor_parallel_plan.divide(part, (RankSlice(rank, count), tensor_parallel.FakeGroup(count)))
+        tensor_parallel_plan.divide(part, (RankSlice(rank, count), meta_model.FakeGroup(count)))
     for name, parameter in whole.named_parameters():
         mine = [dict(part.named_parameters()).get(name) for part in parts]
         first = mine[0]
@@ -350,9 +350,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
     asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
     config = load_config(asked)
     with pytest.raises(StartError, match=r"its plan has no entry for .*norm.weight, which is a matrix"):
-        loader.load_model(
-            asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.FakeGroup(2))
-        )
+        loader.load_model(asked, config, None, lambda progress: None, share=(RankSlice(0, 2), meta_model.FakeGroup(2)))
 
 
 @pytest.mark.slow
