@@ -68,21 +68,18 @@ class RowPositions:
     stride: int
     # [rows, tokens], int32: offsets of the visible tokens. Hidden entries repeat the offset of a visible token.
     tokens: torch.Tensor
-    _cache: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _cache: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def of(self, kv_heads: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, kv_heads: int, queries: int, *, is_dense: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of single heads' vectors, `[rows * kv_heads * queries * tokens]`, and where those of each query begin
-        and end, `[rows * kv_heads * queries + 1]`. Computed by the first layer, shared by the others."""
-        return self._at(kv_heads, queries, self.low, self.stride)
+        and end, `[rows * kv_heads * queries + 1]`. Computed by the first layer, shared by the others.
 
-    def of_dense_copy(self, kv_heads: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a dense copy, in which the tokens of each row follow those of the row before."""
-        return self._at(kv_heads, queries, 0, self.tokens.shape[1])
-
-    def _at(self, kv_heads: int, queries: int, low: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key = kv_heads, queries, low, stride
+        `is_dense`: of a dense copy, in which the tokens of each row follow those of the row before.
+        """
+        key = kv_heads, queries, is_dense
         if key not in self._cache:
             rows, tokens = self.tokens.shape
+            low, stride = (0, tokens) if is_dense else (self.low, self.stride)
             positions = self.tokens + (low + stride * torch.arange(rows, dtype=torch.int32))[:, None]
             indices = positions[:, None, None] * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None, None]
             indices = indices.expand(rows, kv_heads, queries, tokens).reshape(-1)
@@ -157,7 +154,7 @@ def _widened_scores(
     begin = keys.storage_offset() + (places.low + first * places.stride) * wide
     table = keys.as_strided((rows, tokens, wide), (places.stride * wide, wide, 1), begin)
     widened = table.to(torch.float32, memory_format=torch.contiguous_format).view(-1, head_dim)
-    indices, begins = places.of_dense_copy(kv_heads, queries)
+    indices, begins = places.of(kv_heads, queries, is_dense=True)
     count = rows * kv_heads * queries
     scores = products(
         query.float().reshape(-1, head_dim), widened, begins[: count + 1], indices[: count * tokens], scaling
