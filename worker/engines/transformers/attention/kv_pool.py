@@ -146,11 +146,8 @@ class QuantizedKvPool(KvPool):
         return out.transpose(0, 1)[None]
 
     def read_rows(self, layer: int, begin: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
-        width = self._kind.width
-        shape, strides = (rows, tokens, width), (stride * width, width, 1)
-        both = (self.keys[layer], self.values[layer])
-        records = [store.as_strided(shape, strides, store.storage_offset() + begin * width) for store in both]
-        return [self._kind.unpack(record).transpose(1, 2) for record in records]
+        records = super().read_rows(layer, begin, stride, rows, tokens)  # [rows, 1, tokens, bytes]
+        return [self._kind.unpack(record[:, 0]).transpose(1, 2) for record in records]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
         most = DEQUANTIZED_KV_BYTES.get(self._store.device.type, DEQUANTIZED_KV_BYTES["cuda"])
