@@ -72,7 +72,7 @@ def test_shared_data_is_counted_as_the_kernel_counts_it_in_large_and_small_areas
         """From the kernel's own account."""
         rows = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
         sizes = {name: int(size) * 1024 for name, size, *_ in rows}
-        return abs(look.data() - (sizes["Anonymous:"] - sizes["Private_Dirty:"]))
+        return abs(look.count()[0] - (sizes["Anonymous:"] - sizes["Private_Dirty:"]))
 
     # The difference is what both counts write to themselves, and other threads before the fork: 2.3 MiB if busy.
     # Without the small areas it would be 12 MiB.

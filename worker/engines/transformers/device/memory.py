@@ -101,7 +101,7 @@ def held() -> int:
 
 def mapped() -> int:
     """Resident bytes of mapped files: weights, and libraries that are not shared with the fork server."""
-    return max(0, _status("RssFile") - inheritance.libraries())
+    return max(0, _status("RssFile") - inheritance.count()[1])
 
 
 def _status(name: str) -> int:
@@ -173,7 +173,7 @@ class Inheritance:
 
     def bytes(self) -> int:
         """Bytes shared with the parent, as they were last counted."""
-        return sum(self._count())
+        return sum(self.count())
 
     def estimate(self) -> None:
         """Use a lower bound until the first count, which would take 7 to 12 ms of each swap. It is for a process that
@@ -181,14 +181,10 @@ class Inheritance:
         if self.is_forked:
             self._shared = self._data - self._data // _COPIED_BY_LOAD, _status("RssFile")
 
-    def data(self) -> int:
-        """Those of `bytes` that this process would copy by writing to them."""
-        return self._count()[0]
-
     def yet_to_copy(self) -> int:
-        """Upper limit of the bytes of `data` that requests write to, so that this process then owns them. First called
-        when the model is loaded; bytes that were copied since then are not part of it."""
-        data = self.data()
+        """Upper limit of the bytes of shared data that requests write to, so that this process then owns them. First
+        called when the model is loaded; bytes that were copied since then are not part of it."""
+        data, _ = self.count()
         self._data_when_loaded = self._data_when_loaded or data
         limit = self._data_when_loaded // _COPIED_BY_REQUESTS
         return min(limit, max(COPIED_BETWEEN_PULSES, limit - (self._data_when_loaded - data)))
@@ -196,7 +192,7 @@ class Inheritance:
     @contextmanager
     def one_count(self) -> Iterator[None]:
         """Take all figures inside the block from one count, which is made at its start if it is due."""
-        self._count()
+        self.count()
         with self.last_count():
             yield
 
@@ -212,12 +208,11 @@ class Inheritance:
         finally:
             self._keeps_count = False
 
-    def libraries(self) -> int:
-        """Those of `bytes` that are in mapped files."""
-        return self._count()[1]
+    def count(self) -> tuple[int, int]:
+        """The parts of `bytes`: data, which this process would copy by writing to it, and libraries in mapped files.
 
-    def _count(self) -> tuple[int, int]:
-        """Bytes of data and of libraries. 8 bytes per page (Documentation/admin-guide/mm/pagemap.rst)."""
+        8 bytes per page (Documentation/admin-guide/mm/pagemap.rst).
+        """
         if self._pagemap < 0 or self._keeps_count:
             return self._shared
         with self._lock:
