@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from worker.engines.transformers.device.memory import allocator_share
-from worker.engines.transformers.device.process_overhead import ProcessOverhead
+from worker.engines.transformers.device.process_overhead import NvmlMemory, ProcessOverhead
 from worker.protocol.memory import DEVICE_PROCESS_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
-class Card:
+class Card(NvmlMemory):
     """A driver's words about `cuda:0`, changed as a process loads."""
 
     def __init__(self, used: int | None = 5 * GIB, own: int | None = None):

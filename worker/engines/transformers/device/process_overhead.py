@@ -10,7 +10,7 @@ first device in CUDA_VISIBLE_DEVICES.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,28 +19,22 @@ from worker.protocol.memory import DEVICE_PROCESS_BYTES
 LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30  # values outside are caused by other processes; both are guesses
 
 
-class DriverMemory(Protocol):
-    """Bytes in use on a device; None if unknown."""
-
-    def used(self, device: str) -> int | None:
-        """Bytes used by all processes."""
-
-    def own(self, device: str) -> int | None:
-        """Bytes used by this process."""
-
-
 class NvmlMemory:
-    """NVML, from the first query until the process exits. A fork server never queries it: an open device does not
-    survive a fork."""
+    """Bytes in use on a device by NVML, which is open from the first query until the process exits. None if unknown.
+
+    A fork server never queries it: an open device does not survive a fork.
+    """
 
     def __init__(self) -> None:
         self._is_open = False
 
     def used(self, device: str) -> int | None:
+        """Bytes used by all processes."""
         found: int | None = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used)
         return found
 
     def own(self, device: str) -> int | None:
+        """Bytes used by this process."""
         listed = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         return next((process.usedGpuMemory for process in listed or () if process.pid == os.getpid()), None)
 
@@ -71,7 +65,7 @@ class NvmlMemory:
 class ProcessOverhead:
     """Overhead of one process on its devices."""
 
-    def __init__(self, driver: DriverMemory, allocated: Callable[[str], int]):
+    def __init__(self, driver: NvmlMemory, allocated: Callable[[str], int]):
         """`allocated`: returns the bytes of a device in torch's allocator."""
         self._driver, self._allocated = driver, allocated
         self._expected = 0
