@@ -74,7 +74,7 @@ class _LoraLayer:
     a: torch.Tensor  # [slots, lora_rank, inputs]
     b: torch.Tensor  # [slots, outputs, lora_rank], multiplied with the adapter's scaling
     lora_ranks: list[int]  # by slot; 0: the slot's adapter does not change this layer
-    active: "_ActiveAdapters"
+    adapters: "LoraAdapters"  # with the additions of the current step
     divided: int | None  # the dimension of its weight [outputs, inputs] of which this tensor-parallel rank has a slice
     expands_cache: bool  # its input is not the tokens of the step but all compressed keys so far (DeepSeek)
     plain: Any = None  # the module's forward, which this object replaces before the first step with an adapter
@@ -82,7 +82,7 @@ class _LoraLayer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[.., inputs]` to `[.., outputs]`."""
         y: torch.Tensor = self.plain(x)
-        if not self.active.groups or not any(self.lora_ranks):
+        if not self.adapters.groups or not any(self.lora_ranks):
             return y
         rows = x.reshape(-1, x.shape[-1])
         # The base layer may return a view or an expanded tensor; the additions below are in place.
@@ -95,7 +95,7 @@ class _LoraLayer:
 
     def _groups(self, rows: int) -> Sequence[_LoraGroup]:
         """The additions of the current step to an input of `rows` rows."""
-        groups, tokens = self.active.groups, self.active.rows
+        groups, tokens = self.adapters.groups, self.adapters.rows
         if tokens is None or rows == tokens:
             return groups
         if not self.expands_cache:
@@ -121,14 +121,6 @@ class _LoraLayer:
             out.index_add_(0, group.rows, more, alpha=group.scale)
 
 
-@dataclass(slots=True)
-class _ActiveAdapters:
-    """Additions of the current step."""
-
-    groups: tuple[_LoraGroup, ...] = ()
-    rows: int | None = None  # as in `LoraStep`
-
-
 class LoraAdapters:
     """The adapters of one model. Names are looked up from any thread; steps run in the step loop's thread."""
 
@@ -145,7 +137,9 @@ class LoraAdapters:
         """Allocate `slots` slots for LoRA ranks up to `lora_rank`. `copies`: adapter files kept open, 0 for all.
         `share`: of a tensor-parallel model. Raises UnsupportedByModel if the model has no suitable layer."""
         self.slots, self._lora_rank, self._copies, self._device = LoraSlots(slots), lora_rank, copies, device
-        self._share, self._step = share, _ActiveAdapters()
+        self._share = share
+        self.groups: tuple[_LoraGroup, ...] = ()  # the additions of the current step
+        self.rows: int | None = None  # as in `LoraStep`
         divided = tensor_parallel_plan.divided_dims(model) if share is not None else {}
         self._layers = {
             name: self._layer(name, module, inputs, outputs, model.dtype, divided.get(name))
@@ -174,7 +168,7 @@ class LoraAdapters:
         kind, slots = weight.dtype if weight.is_floating_point() else dtype, self.slots.count
         a = lazy_pages.claim(slots, self._lora_rank, inputs, dtype=kind, device=weight.device)  # the layer's own device
         b = lazy_pages.claim(slots, outputs, self._lora_rank, dtype=kind, device=weight.device)
-        return _LoraLayer(module, a, b, [0] * slots, self._step, divided, name.endswith(".kv_b_proj"))
+        return _LoraLayer(module, a, b, [0] * slots, self, divided, name.endswith(".kv_b_proj"))
 
     @property
     def bytes(self) -> int:
@@ -379,10 +373,8 @@ class LoraAdapters:
         """Load the adapters of `step`, and add them in the next forward pass."""
         for load in step.loads:
             self._load(load)
-        self._step.groups = tuple(
-            _LoraGroup(slot, scale, self._rows(spans), spans) for slot, scale, spans in step.groups
-        )
-        self._step.rows = step.rows
+        self.groups = tuple(_LoraGroup(slot, scale, self._rows(spans), spans) for slot, scale, spans in step.groups)
+        self.rows = step.rows
         if step.groups and not self._is_installed:
             self._install()
 
