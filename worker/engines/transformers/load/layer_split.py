@@ -178,7 +178,9 @@ def _module_devices(model: Any, split: LayerSplit) -> dict[nn.Module, torch.devi
     parent, stack = stack_of(model)
     devices: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
     devices |= dict.fromkeys(_outside(model, stack), split.devices[0])
-    devices |= dict.fromkeys(_modules_after(parent, stack), split.devices[-1])
+    children = list(parent.children())
+    after = children[children.index(stack) + 1 :]  # usually the final norm
+    devices |= {child: split.devices[-1] for child in after if next(child.parameters(), None) is not None}
     head = model.get_output_embeddings()
     if head is not None:
         devices[head] = tail_of(model, split)
@@ -200,12 +202,6 @@ def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
             " give it one device"
         )
     return found[0]
-
-
-def _modules_after(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
-    """Modules with weights behind the layers: usually the final norm."""
-    children = list(parent.children())
-    return [child for child in children[children.index(stack) + 1 :] if next(child.parameters(), None) is not None]
 
 
 def _outside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
