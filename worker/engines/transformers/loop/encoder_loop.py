@@ -29,7 +29,6 @@ class EncoderJob:
     answer: asyncio.Future[list[Any]]  # for each text its numbers: a list, or a list of lists without pooling
     normalize: int = -1  # as llama-server's --embd-normalize; -1: unchanged
     results: dict[int, Any] = field(default_factory=dict)
-    counted: int = 0  # 1 while AdmissionLimit counts the request
 
 
 class EncoderLoop:

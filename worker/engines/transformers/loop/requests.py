@@ -9,11 +9,11 @@ import logging
 import math
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 from worker.detokenizer import AnswerText, TextPiece
 from worker.engines.transformers.loop.step_loop import Outbox
@@ -55,7 +55,6 @@ class RequestStream:
         self.loop = loop
         self.items: asyncio.Queue[Delta | RequestError | None] = asyncio.Queue()
         self.choices: list[RequestChoice] = []
-        self.counted = 0  # choices that AdmissionLimit still counts
 
 
 @dataclass(eq=False)
@@ -197,35 +196,28 @@ class StreamFactory:
         return choice
 
 
-class Counted(Protocol):
-    """A request that `AdmissionLimit` counts."""
-
-    counted: int  # its choices or texts that are still counted; set by the limit
-
-
 class AdmissionLimit:
     """Count of the sequences (or of the encoder's requests) that are not finished. Called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._counts = Counter[object]()  # by request
 
-    def admit(self, request: Counted, number: int, most: int) -> bool:
+    def admit(self, request: object, number: int, most: int) -> bool:
         """Count `number` for a request, unless `most` are counted already."""
         with self._lock:
             # A request with several choices may exceed the limit: it would otherwise never fit into a small queue.
-            if self._count >= most:
+            if self._counts.total() >= most:
                 return False
-            request.counted = number
-            self._count += number
+            self._counts[request] = number
             return True
 
-    def release(self, request: Counted, number: int) -> None:
+    def release(self, request: object, number: int) -> None:
         """Count up to `number` less for a request."""
         with self._lock:
-            number = min(number, request.counted)
-            request.counted -= number
-            self._count -= number
+            left = self._counts.pop(request, 0) - number
+            if left > 0:
+                self._counts[request] = left
 
 
 class DeltaWriter:
