@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, in_kernel_invocation_manager
@@ -50,32 +50,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         self.operators += 1
-        traits = _traits(func)
-        if traits.is_view and isinstance(args[0], FakeTensor) and args[0].constant is None:
+        if func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return _view(func, args, kwargs)
         is_number = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
         if is_number and args[0].constant is None:
             return _worst(args[0].dtype)
-        if traits.worst_shape is not None and isinstance(args[0], FakeTensor):
-            result = traits.worst_shape(*args)
+        if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):
+            result = _WORST_SHAPES[func](*args)
             if result is not None:
                 self._count(result)
                 return result
         if func is torch.ops.aten.split_with_sizes.default and (parts := _unknown_parts(*args)):
             return parts
-        if traits.as_compiled is not None:
+        # In inference mode composite operators arrive whole. Their own allocations have to count, too.
+        computation = _AS_COMPILED.get(func) or _composite(func)
+        if computation is not None:
             with self:
-                return traits.as_compiled(*args, **kwargs)
-        if traits.composite is not None:
-            # In inference mode composite operators arrive whole. Their own allocations have to count, too.
-            with self:
-                return traits.composite(*args, **kwargs)
+                return computation(*args, **kwargs)
         given = {storage_key(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             if storage_key(tensor) not in given:
                 self._count(tensor)
-        self._count_briefly(_cast_bytes(func, traits, args, kwargs))
+        self._count_briefly(_cast_bytes(func, args, kwargs))
         return result
 
     def _count_briefly(self, size: int) -> None:
@@ -124,15 +121,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _cast_bytes(func: Any, traits: "_Traits", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _cast_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Return the bytes of copies in another dtype that an operator makes internally on the CPU: of a summed tensor in a
     wider dtype, and of the narrower of two operands (torch 2.13)."""
-    if traits.is_sum:
+    if func in _SUMS:
         summed = args[0]
         wide = kwargs.get("dtype") or (summed.dtype if summed.dtype.is_floating_point else torch.int64)
         return _size_as(wide, summed)
     operands = args[1:] if func is torch.ops.aten.where.self else args
-    if not traits.is_pointwise or len(operands) != 2:
+    if len(operands) != 2 or not _is_pointwise(func):
         return 0
     if not all(isinstance(operand, torch.Tensor) for operand in operands) or operands[0].dtype == operands[1].dtype:
         return 0
@@ -238,29 +235,12 @@ _WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor | None]] = {
 }
 
 
-class _Traits(NamedTuple):
-    """The properties of an operator that decide how it is traced. They are looked up for each of thousands of calls."""
-
-    worst_shape: Callable[..., torch.Tensor | None] | None
-    as_compiled: Callable[..., torch.Tensor] | None
-    composite: Callable[..., Any] | None  # its computation by other operators
-    is_view: bool
-    is_sum: bool
-    is_pointwise: bool
+@cache
+def _is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags
 
 
 @cache
-def _traits(func: Any) -> _Traits:
-    return _Traits(
-        _WORST_SHAPES.get(func),
-        _AS_COMPILED.get(func),
-        _composite(func),
-        func in _VIEWS,
-        func in _SUMS,
-        torch.Tag.pointwise in func.tags,
-    )
-
-
 def _composite(func: Any) -> Callable[..., Any] | None:
     """Return the computation of a composite operator by other operators; None for any other operator."""
     if func.namespace != "aten" or not func.has_kernel_for_dispatch_key(_COMPOSITE):
