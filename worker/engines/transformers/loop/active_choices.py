@@ -3,7 +3,7 @@
 Used on the step loop's thread only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChoosers
@@ -99,10 +99,6 @@ class ActiveChoices:
     def ahead(self, step: InFlightStep) -> Batch:
         """The batch of the step after `step`, while that one runs. Empty if it is not known yet."""
         return self.scheduler.ahead(step.batch, self._continuing(step))
-
-    def present(self, segments: Iterable[Segment]) -> Batch:
-        """The segments whose sequences have not ended meanwhile."""
-        return tuple(segment for segment in segments if segment.sequence in self)
 
     def parts(self, batch: Batch) -> list[SegmentChoosers]:
         """The segments of `batch`, each with the choices that sample from its last logits."""

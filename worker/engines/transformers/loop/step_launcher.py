@@ -123,7 +123,8 @@ class StepLauncher:
         if torch.cuda.is_available():
             # Blocks cached for the larger step are too small or fragmented for the smaller one.
             torch.cuda.empty_cache()
-        return self._active.present(segment for segment in batch if segment.sequence is not youngest)
+        others = (segment for segment in batch if segment.sequence is not youngest)
+        return tuple(segment for segment in others if segment.sequence in self._active)  # a failure may end several
 
     def _one_by_one(self, batch: Batch) -> list[LaunchedForward]:
         """After any other failure: compute each sequence alone, to find the one that causes it."""
