@@ -42,7 +42,9 @@ class Vocabulary:
         has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         self.rules = _rules(given, self.size, self.ends, has_encoder=has_encoder)
         self.piece = TokenBytes.of(tokenizer)  # the bytes of one token
-        self._special = _special(tokenizer)
+        # Special tokens, which the text of an answer leaves out.
+        added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+        self._special = frozenset(added.union(tokenizer.all_special_ids))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, without special tokens."""
@@ -102,9 +104,3 @@ def _rules(given: Mapping[str, Any], size: int, ends: frozenset[int], *, has_enc
 def _tokens(value: Any) -> list[int]:
     """The token ids among `value`, one or a list."""
     return [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
-
-
-def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens, which the text of an answer leaves out."""
-    added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
-    return frozenset(added.union(tokenizer.all_special_ids))
