@@ -99,7 +99,7 @@ class TransformersEngine:
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
         self._has_had_requests = False
-        outbox = Outbox()
+        outbox, on_larger_step = Outbox(), self._announce_steps if loaded.announces_steps else None
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
             backend = loaded.backend
@@ -110,7 +110,7 @@ class TransformersEngine:
                 chunk=options.prefill_chunk,
                 grammars=self._grammars,
                 has_steady_steps=loaded.has_steady_steps,
-                on_larger_step=self._announce_steps if loaded.announces_steps else None,
+                on_larger_step=on_larger_step,
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
             self.has_warmed_up = loaded.has_warmed_up
@@ -119,8 +119,6 @@ class TransformersEngine:
             elif self.has_warmed_up:
                 taken = loaded.larger + memory.TAKEN_BY_REQUESTS
                 self._with_steps = self._present + self._grammar_bytes + taken
-            else:
-                self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
             self.vision = loaded.image_reader
             if self.vision is not None:
                 self.vision.announced = self._announced_beside_steps
@@ -132,11 +130,11 @@ class TransformersEngine:
                 outbox,
                 budget=options.prefill_chunk,
                 compiles_attention=loaded.compiles_attention,
-                on_larger_step=self._announce_steps if loaded.announces_steps else None,
+                on_larger_step=on_larger_step,
             )
             self.encoding = loaded.encoding
-            if loaded.announces_steps:
-                self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
+        if loaded.announces_steps and not self.has_warmed_up:
+            self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
         self._loop = StepLoop(
             work,
             outbox,
