@@ -315,7 +315,6 @@ class TransformersEngine:
         await self._grammars.compiled(grammar)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """See `worker.interface.Engine`."""
         work = self._generation
         if work is None:
             raise UnsupportedByModel("this model embeds or scores texts, so it cannot generate text")
@@ -338,7 +337,6 @@ class TransformersEngine:
             self._loop.post(partial(work.cancel, stream))
 
     async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
-        """See `worker.interface.Engine`."""
         adapters = self._adapters
         if adapters is None:
             raise UnsupportedByModel(_NO_ADAPTERS)
@@ -365,7 +363,6 @@ class TransformersEngine:
     # Vectors and scores
 
     async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
-        """See `worker.interface.Engine`."""
         if self.encoding is None:
             raise UnsupportedByModel("this model has no embeddings; use an embedding model, or set task = embed")
         if not self.encoding.is_pooled:
@@ -373,13 +370,11 @@ class TransformersEngine:
         return await self._encode(texts, self._options.embd_normalize if normalize is None else normalize)
 
     async def embed_tokens(self, texts: Sequence[EncoderInput]) -> list[list[list[float]]]:
-        """See `worker.interface.Engine`."""
         if self.encoding is None or self.encoding.is_pooled:
             raise UnsupportedByModel("this model gives no vectors per token; set pooling = none")
         return await self._encode(texts, -1)
 
     async def score(self, pairs: Sequence[EncoderInput]) -> list[float]:
-        """See `worker.interface.Engine`."""
         if self._generation is not None or self.encoding is not None:
             raise UnsupportedByModel("this model is not a cross-encoder, so it cannot score pairs")
         return [score for (score,) in await self._encode(pairs, -1)]
