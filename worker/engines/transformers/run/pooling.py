@@ -105,8 +105,12 @@ class PoolingHead(nn.Module):
             for step in found.steps:
                 if isinstance(step, sentence_transformers_config.Pooling):
                     self._pooling = step
+                elif isinstance(step, sentence_transformers_config.Dense):
+                    self.layers.append(_Dense(step))
+                elif isinstance(step, sentence_transformers_config.LayerNorm):
+                    self.layers.append(_LayerNorm(step))
                 else:
-                    self.layers.append(_layer(step))
+                    self.layers.append(_Normalize())
 
     def size(self, width: int) -> int:
         """Components of a vector, for hidden states of `width`. Raises StartError if a layer does not fit."""
@@ -221,16 +225,6 @@ class _LayerNorm(nn.Module):
 class _Normalize(nn.Module):
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         return normalized(vectors, 2)
-
-
-def _layer(
-    step: sentence_transformers_config.Dense
-    | sentence_transformers_config.LayerNorm
-    | sentence_transformers_config.Normalize,
-) -> nn.Module:
-    if isinstance(step, sentence_transformers_config.Dense):
-        return _Dense(step)
-    return _LayerNorm(step) if isinstance(step, sentence_transformers_config.LayerNorm) else _Normalize()
 
 
 def _fill(layer: nn.Module, folder: Path) -> None:
