@@ -204,34 +204,32 @@ class ImageReader:
                 " most; raise limit-images in its preset",
                 param=images[self._max_images].where,
             )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_announced, prompt, images)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, prompt, images)
 
     def close(self) -> None:
         """Stop the thread and cancel waiting images."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _read_announced(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
-        with self.announced():
-            return self._read(prompt, stated)
-
     def _read(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
-        images.check_images(stated)
-        prepared: list[PreparedImage] = []
-        for image in stated:
-            try:
-                prepared.append(self._processor.prepare(images.open_image(image), self._dtype))
-            except InvalidValue:
-                raise
-            except Exception as error:  # noqa: BLE001 - untrusted input: processors raise anything
-                log.warning("an image could not be prepared: %s", type(error).__name__)
-                raise InvalidValue(
-                    f"{image.where}: this model's processor cannot use the image ({cuda_errors.one_line(error)})",
-                    param=image.where,
-                ) from None
-        tokens, placed = self._processor.lay_out(prompt, prepared)
-        prompt_images = PromptImages(placed)
-        self._count(prompt_images, sum(image.bytes for image in prepared))
-        return tokens, prompt_images
+        with self.announced():
+            images.check_images(stated)
+            prepared = [self._prepare(image) for image in stated]
+            tokens, placed = self._processor.lay_out(prompt, prepared)
+            prompt_images = PromptImages(placed)
+            self._count(prompt_images, sum(image.bytes for image in prepared))
+            return tokens, prompt_images
+
+    def _prepare(self, image: EncodedImage) -> PreparedImage:
+        try:
+            return self._processor.prepare(images.open_image(image), self._dtype)
+        except InvalidValue:
+            raise
+        except Exception as error:  # noqa: BLE001 - untrusted input: processors raise anything
+            log.warning("an image could not be prepared: %s", type(error).__name__)
+            raise InvalidValue(
+                f"{image.where}: this model's processor cannot use the image ({cuda_errors.one_line(error)})",
+                param=image.where,
+            ) from None
 
     def _count(self, prompt_images: PromptImages, size: int) -> None:
         """Count the bytes of `prompt_images` until they are garbage collected. Raises QueueFull."""
