@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -53,16 +53,6 @@ class _DraftState:
     drafted: list[int] = field(default_factory=list)  # its own tokens after them, which may have been rejected
 
 
-class DraftTables(Protocol):
-    """The blocks of the draft model's pool, by sequence."""
-
-    def prepare(self, batch: Batch) -> None:
-        """Copy shared blocks before anything is written after their tokens."""
-
-    def table(self, segment: Segment) -> BlockTable:
-        """The blocks of the segment's sequence. A new object if a block was replaced."""
-
-
 class TargetTables:
     """The block tables of a target with paged attention."""
 
@@ -72,9 +62,11 @@ class TargetTables:
         target.mirrors.append(pool)
 
     def prepare(self, batch: Batch) -> None:
+        """Copy shared blocks before anything is written after their tokens."""
         self._target.prepare_blocks(batch)
 
     def table(self, segment: Segment) -> BlockTable:
+        """The blocks of the segment's sequence. A new object if a block was replaced."""
         assert segment.table is not None, "the target's cache has blocks"
         return segment.table
 
@@ -111,7 +103,7 @@ class DraftModel:
     def __init__(
         self,
         runner: PagedRunner,
-        tables: DraftTables,
+        tables: TargetTables | RowTables,
         *,
         vocab_size: int,
         positions: int,
