@@ -198,21 +198,9 @@ class Reaped:
 
 
 Event = (
-    Progress
-    | Downloaded
-    | Converted
-    | Estimated
-    | Prepared
-    | Ready
-    | RequestEnded
-    | Pulse
-    | MemoryNeed
-    | Failed
-    | ModulesImported
-    | Forked
-    | ForkRefused
-    | Reaped
-)
+    Progress | Downloaded | Converted | Estimated | Prepared | Ready | RequestEnded | Pulse | MemoryNeed | Failed
+    | ModulesImported | Forked | ForkRefused | Reaped
+)  # fmt: skip
 # Each kind by its name in lower case, with underscores between words.
 EVENTS: dict[str, type[Any]] = {
     re.sub("(?<=.)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in typing.get_args(Event)
