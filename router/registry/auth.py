@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -39,8 +40,8 @@ class Access:
         self._hosts = tuple(host.casefold() for host in settings.allowed_hosts)
         self._metrics_public = settings.metrics_public
         self._running: Counter[bytes] = Counter()
-        # Host headers that passed the check. The rule depends on whether keys exist, so that is part of the entry.
-        self._allowed_host_headers: set[tuple[str, bool]] = set()
+        # A Host header that is rejected raises, so only allowed ones are cached.
+        self._check_host = lru_cache(MAX_CACHED_HOSTS)(self._check_new_host)
 
     def identify(self, headers: Mapping[str, str]) -> ApiKey | None:
         """The key of a request; None if it has none or an unknown one."""
@@ -110,14 +111,9 @@ class Access:
         host = headers.get("host", "").strip()
         if not host:
             return
-        entry = host, bool(self.keys)
-        if entry in self._allowed_host_headers:
-            return
-        self._check_host(host)
-        if len(self._allowed_host_headers) < MAX_CACHED_HOSTS:
-            self._allowed_host_headers.add(entry)
+        self._check_host(host, bool(self.keys))
 
-    def _check_host(self, value: str) -> None:
+    def _check_new_host(self, value: str, has_keys: bool) -> None:
         # `urlsplit` below would accept these characters and take another part of the text for the host.
         if any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
             raise BadRequest("the Host header is not a host")
@@ -128,7 +124,7 @@ class Access:
             allowed.startswith("*.") and host.endswith(allowed[1:]) for allowed in self._hosts
         ):  # fmt: skip
             return
-        if self.keys and not self._hosts:
+        if has_keys and not self._hosts:
             return
         if is_address(host) or "." not in host or host.endswith(".localhost"):
             return
