@@ -15,7 +15,7 @@ from router.errors import ApiError, BadRequest
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import State, Worker
 from router.planner.ledger import DeviceId
-from router.registry.pulls import HubModels, Pull
+from router.registry.pulls import HubModels
 from router.registry.registry import LATEST, Registry
 from router.registry.shared_workers import ListedModel
 from worker.protocol.dialects import Dialect
@@ -123,10 +123,9 @@ async def _with_error_line(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield _line(error=failed.message)
 
 
-async def _pull_lines(hub: HubModels, pull: Pull) -> AsyncIterator[bytes]:
+async def _pull_lines(hub: HubModels, worker: Worker | None) -> AsyncIterator[bytes]:
     """The lines that `ollama pull` shows. Raises BadRequest, LoadBackoff if the download fails."""
-    worker = pull.worker
-    with hub.following(pull):
+    with hub.following(worker):
         yield _line(status="pulling manifest")
         if worker is not None:
             digest = f"sha256:{hashlib.sha256(worker.preset.id.encode()).hexdigest()}"

@@ -8,7 +8,6 @@ keeps its partial files and its entry in the list until it is repeated or delete
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,8 +121,11 @@ class HubModels:
             raise BadRequest(f"model '{id}' cannot be fetched: {why}", param="model")
         raise LoadBackoff(f"model '{id}' cannot be fetched now: {why}", retry_after=5)
 
-    async def pull(self, key: ApiKey, name: str) -> "Pull":
-        """Like `fetch`, but a model may also be listed, complete, or downloading. Raises BadRequest, LoadBackoff."""
+    async def pull(self, key: ApiKey, name: str) -> Worker | None:
+        """Like `fetch`, but a model may also be listed, complete, or downloading. The caller must use `following`.
+
+        Raises BadRequest, LoadBackoff.
+        """
         try:
             listed = self.registry.model(key, name)
         except ModelNotFound:
@@ -139,34 +141,31 @@ class HubModels:
                 except ModelNotFound:
                     raise error from None
             else:
-                return Pull(worker, began=True)
+                return worker
         worker = listed.model.open
         if worker is not None and worker.state is State.DOWNLOADING:
-            return Pull(worker, began=False)
+            if worker.id in self._followers:
+                self._followers[worker.id] += 1
+            return worker
         if worker is not None or self.registry.files.find(listed.preset) is not None:
-            return Pull(None, began=False)
+            return None
         self.registry.files.download(listed.preset)  # raises if the model cannot be downloaded
         worker = self.registry.fleet.fetch(listed.model.preset.id)
         self._followers[worker.id] = 1
-        return Pull(worker, began=True)
+        return worker
 
     @contextmanager
-    def following(self, pull: "Pull") -> Iterator[None]:
-        """Keep a download running during the block.
+    def following(self, worker: Worker | None) -> Iterator[None]:
+        """Keep the download of a `pull` running during the block.
 
         Clients of Ollama cancel a pull by closing the connection. So a download that such a call began is cancelled at
         the end of the last block. Its partial files stay for the next try.
         """
-        worker = pull.worker
-        if worker is None:
-            yield
-            return
-        if not pull.began and worker.id in self._followers:
-            self._followers[worker.id] += 1
         try:
             yield
         finally:
-            self._leave(worker)
+            if worker is not None:
+                self._leave(worker)
 
     def _leave_fetched(self, fetching: "asyncio.Task[tuple[str, Worker | None]]") -> None:
         if fetching.exception() is None and (worker := fetching.result()[1]):
@@ -233,14 +232,6 @@ class HubModels:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the error as retrieved
         return task
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """A pull as one call sees it."""
-
-    worker: Worker | None  # None: the files are complete
-    began: bool  # by this call
 
 
 async def presets_using_files(registry: Registry, preset: Preset) -> list[str]:

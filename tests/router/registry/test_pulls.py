@@ -104,8 +104,8 @@ async def test_two_pulls_of_one_new_model_at_once_follow_one_download(tmp_path: 
         up.launcher.hold("download org/name")
         hub = HubModels(up.registry)
         first, second = await asyncio.gather(*(hub.pull(NO_KEY, "org/name") for _ in range(2)))
-        assert first.worker is not None
-        assert first.worker is second.worker
+        assert first is not None
+        assert first is second
         assert up.launcher.journal == ["download org/name"]
 
 
@@ -125,10 +125,9 @@ async def test_a_pull_that_waits_for_the_hub_ends_with_the_last_of_two_calls(tmp
         async for event in up.registry.events.follow(0):
             if event.model == "org/name" and event.data.get("state") == "downloading":
                 break
-        second = await hub.pull(NO_KEY, "org/name")
-        worker = second.worker
+        worker = await hub.pull(NO_KEY, "org/name")
         assert worker is not None
-        following = hub.following(second)
+        following = hub.following(worker)
         following.__enter__()
         if leaves == "the first":
             first.cancel()
