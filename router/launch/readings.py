@@ -341,17 +341,14 @@ class SharedReservations:
 
 def _read_file(path: Path) -> Mapping[str, int]:
     """The content of one router's file; empty if the router has exited, or the content is invalid. Raises OSError."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open(path, "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            line = os.pread(file, MAX_FILE_BYTES, 0).partition(b"\n")[0]
+            line = file.read(MAX_FILE_BYTES).partition(b"\n")[0]
         else:  # its router has exited, or it would hold the lock
             os.unlink(path)
             return {}
-    finally:
-        os.close(file)
     try:
         sizes = json.loads(line or b"{}")
     except ValueError:

@@ -5,7 +5,6 @@
 running download needs.
 """
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -59,14 +58,9 @@ def _is_being_written(blob: Path) -> bool:
     opened, as that of another user: its lock cannot be tried."""
     if blob.suffix != ".incomplete":
         return False
-    with contextlib.ExitStack() as stack:
-        try:
-            descriptor = os.open(blob, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return True
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    try:
+        with open(blob, "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # also BlockingIOError: another process holds the lock
+        return True
     return False
