@@ -373,7 +373,7 @@ class Pipeline:
     # Errors and the end of every request
 
     async def _refuse(self, incoming: Incoming, error: ApiError) -> None:
-        """Answer with `error`. Raises ClientGone."""
+        """Count `error` and answer with it. Raises ClientGone."""
         incoming.status = error.status
         if incoming.outlet.has_begun:
             # A second status line would be read as part of the first response's body. The connection is closed without
@@ -381,16 +381,6 @@ class Pipeline:
             if incoming.outlet.transport is not None:
                 incoming.outlet.transport.close()
             return
-        headers, body = self._rendered(incoming, error)
-        await self._write(incoming, error.status, {**own_headers(incoming.id), **headers}, body)
-
-    async def _write(self, incoming: Incoming, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Write a whole response of the router. Raises ClientGone."""
-        pending = incoming.outlet.begin(status, headers, body, is_whole=True)
-        await wait_for_client(incoming.outlet, pending, self._registry.settings.write_stall)
-
-    def _rendered(self, incoming: Incoming, error: ApiError) -> tuple[dict[str, str], bytes]:
-        """Headers and body of an error response. Counts the error."""
         route, path = incoming.route, incoming.path
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
@@ -400,7 +390,12 @@ class Pipeline:
         headers, body = render_error(error, dialect, incoming.id)
         if route is not None and route.always_streams:
             headers["Content-Type"], body = error_response(route.path, body)
-        return headers, body
+        await self._write(incoming, error.status, {**own_headers(incoming.id), **headers}, body)
+
+    async def _write(self, incoming: Incoming, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Write a whole response of the router. Raises ClientGone."""
+        pending = incoming.outlet.begin(status, headers, body, is_whole=True)
+        await wait_for_client(incoming.outlet, pending, self._registry.settings.write_stall)
 
     def _count_and_log(self, incoming: Incoming) -> None:
         route, status, model = incoming.route, incoming.status, incoming.model
