@@ -178,17 +178,18 @@ def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, ada
 
 def missing_adapter(folder: Path) -> str:
     """Return the name of the file that the folder of an adapter lacks; empty if it is complete."""
-    return next((name for name in ADAPTER_FILES if not _is_file(folder / name)), "")
+    return next((name for name in ADAPTER_FILES if not os.path.isfile(folder / name)), "")
 
 
 def missing(folder: Path) -> str:
     """Return what a snapshot lacks, as text for a message; empty if it is complete."""
-    if not _is_file(folder / "config.json"):
+    # Not Path.is_file, which raises where a folder may not be entered.
+    if not os.path.isfile(folder / "config.json"):
         return "config.json"
     for index, single in ((INDEX, single_weights_in(folder).name), (PICKLED_INDEX, PICKLED)):
-        if _is_file(folder / index):
+        if os.path.isfile(folder / index):
             return _missing_shard(folder, index)
-        if _is_file(folder / single):
+        if os.path.isfile(folder / single):
             return ""
     # Weights of further names are not loaded, such as consolidated.safetensors and adapter_model.safetensors.
     return WEIGHTS
@@ -200,7 +201,7 @@ def _missing_shard(folder: Path, index: str) -> str:
         names = shard_names((folder / index).read_bytes())
     except (OSError, ValueError):
         return f"a readable {index}"
-    return next((name for name in names if not _is_file(folder / name)), "")
+    return next((name for name in names if not os.path.isfile(folder / name)), "")
 
 
 def demo_preset() -> Path:
@@ -321,10 +322,10 @@ def _unusable(id: str, path: Path) -> str:
         return ""
     if not ini.is_utf8(str(path)):
         return f"it {NOT_UTF8}"
-    is_snapshot = _is_file(path / "config.json")
+    is_snapshot = os.path.isfile(path / "config.json")
     if not is_snapshot and _is_in_old_layout(path):
         return IN_OLD_LAYOUT
-    if not is_snapshot and not _is_file(path / "serving.properties"):
+    if not is_snapshot and not os.path.isfile(path / "serving.properties"):
         return f"it has GGUF files: {NO_GGUF}; write a section with model = a safetensors folder"
     if not ini.is_name(id):
         return "its name cannot be a model's; use letters, digits and ._:@+-"
@@ -338,7 +339,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _is_in_old_layout(path: Path) -> bool:
-    return _is_file(path / OLD_LAYOUT / "config.json")
+    return os.path.isfile(path / OLD_LAYOUT / "config.json")
 
 
 def _is_gguf(path: Path) -> bool:
@@ -405,7 +406,3 @@ def _is_own(flag: str) -> bool:
 
 def _names_of(loaded: LoadedPresets) -> set[str]:
     return {name for preset in loaded.presets.values() for name in (preset.id, *preset.aliases)}
-
-
-def _is_file(path: Path) -> bool:
-    return os.path.isfile(path)  # false, not an error, where a folder may not be entered
