@@ -53,11 +53,6 @@ async def ping(call: ApiCall) -> ApiResult:
 # Versions and headers
 
 
-def versioned(name: str, version: str) -> str:
-    """The id of a version of a model."""
-    return f"{name}:{version}"
-
-
 def name_in_path(registry: Registry, key: ApiKey, path: str, version: str = "") -> str:
     """The name of the model that a path of LMI's API stands for: NAME or NAME/VERSION. Names may contain slashes.
 
@@ -77,7 +72,7 @@ def name_in_path(registry: Registry, key: ApiKey, path: str, version: str = "") 
         before, _, behind = path.rpartition("/")
         if is_known(before):
             name, version = before, behind
-    if not version or is_known(id := versioned(name, version)):
+    if not version or is_known(id := f"{name}:{version}"):
         return id if version else name
     preset = registry.model(key, name).preset
     if preset.repo and preset.revision == version:
@@ -122,7 +117,7 @@ async def register(call: ApiCall) -> ApiResult:
     if not ini.is_name(name):
         raise BadRequest(f"model_name: '{name[:100]}' cannot name a model", param="model_name")
     if version := query.get("model_version"):
-        name = versioned(name, version)
+        name = f"{name}:{version}"
         if not ini.is_name(name):
             raise BadRequest("model_version cannot be part of a model's name", param="model_version")
     if query.get("engine", "").casefold() not in _ENGINES:
