@@ -53,9 +53,9 @@ class RouterError(Exception):
 class ConfigError(RouterError):
     """Settings or presets cannot be used. `problems` has one line per fault."""
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = list(problems)
 
 
 class ApiError(RouterError):

@@ -446,7 +446,7 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
     read_keys(parsed)
     if lacks := _lacking_packages(loaded):
         if not any(preset.python for preset in loaded.presets.values()):
-            raise ConfigError([lacks])
+            raise ConfigError(lacks)
         click.echo(f"warning: {lacks}", err=True)
     first = [loaded]
 
@@ -481,7 +481,7 @@ def _download(given: Mapping[str, Any]) -> int:
     parsed, _, loaded = _load(given)
     ids = loaded.named or [id for id, preset in loaded.presets.items() if preset.source == "preset"]
     if not ids:
-        raise ConfigError(["no model is named; write router download org/name, or --models-preset FILE"])
+        raise ConfigError("no model is named; write router download org/name, or --models-preset FILE")
     code = OK
     for preset in (loaded.presets[id] for id in ids):
         try:
@@ -503,7 +503,7 @@ def _settings(flags: Mapping[str, str]) -> Settings:
 
 def _raise(problems: Sequence[Problem]) -> None:
     if problems:
-        raise ConfigError(list(map(str, problems)))
+        raise ConfigError(*map(str, problems))
 
 
 def _warn(warnings: Sequence[Problem]) -> None:

@@ -247,14 +247,12 @@ def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger
     for name, limit in settings.device_limit.items():
         stated, device = MemoryByDevice().write({name: limit}), devices.device_id(name)
         if device not in here:
-            raise ConfigError([f"--device-limit {stated}: there is no such device here"])
+            raise ConfigError(f"--device-limit {stated}: there is no such device here")
         margin = margins.get(device, settings.margin(""))
         if limits[device] <= margin:
             raise ConfigError(
-                [
-                    f"--device-limit: {stated} leaves nothing beside the margin of {margin // MIB} MiB; raise it or"
-                    " lower --models-memory-margin"
-                ]
+                f"--device-limit: {stated} leaves nothing beside the margin of {margin // MIB} MiB; raise it or"
+                " lower --models-memory-margin"
             )
     return Ledger(
         margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
@@ -400,7 +398,7 @@ def _check_locking(wanted: int, allowed: int | None) -> None:
     limit = f"this user may lock only {allowed / MIB:g} MiB of main memory"
     remedy = "raise that (ulimit -l, LimitMEMLOCK= of a systemd unit, --ulimit memlock= of a container)"
     if allowed <= USUAL_LOCKABLE:
-        raise ConfigError([f"--sleep-memory {wanted // MIB}: {limit}; {remedy}, or lower it"])
+        raise ConfigError(f"--sleep-memory {wanted // MIB}: {limit}; {remedy}, or lower it")
     log.warning("--sleep-memory: %s for each model, so models with more weights do not sleep; %s", limit, remedy)
 
 

@@ -46,7 +46,7 @@ def parse_keys(text: str, admin: bool, *, file: str = "") -> tuple[ApiKey, ...]:
         lines_of.setdefault(key.digest, number)
         keys.append(key)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return tuple(keys)
 
 
@@ -71,7 +71,7 @@ def configured_keys(settings: Settings, *, user_file: str = "", admin_file: str 
             problems.append(f"{file}: has a key that is given elsewhere as well; remove one of the two")
         keys += found
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return tuple(keys)
 
 

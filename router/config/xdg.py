@@ -18,7 +18,7 @@ def state(named: str) -> Path:
     try:
         return Path(named or platformdirs.user_state_dir(NAME))
     except RuntimeError:  # its message names variables only, and not the option that helps
-        raise ConfigError(["this user has no home, and HOME is not set; give a --state-dir"]) from None
+        raise ConfigError("this user has no home, and HOME is not set; give a --state-dir") from None
 
 
 def runtime(named: str, environ: Mapping[str, str], router: str) -> Path:
@@ -34,5 +34,5 @@ def runtime(named: str, environ: Mapping[str, str], router: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise ConfigError([f"{folder} belongs to another user; give a --runtime-dir"])
+        raise ConfigError(f"{folder} belongs to another user; give a --runtime-dir")
     return folder / router

@@ -23,7 +23,7 @@ def bind(settings: Settings) -> list[socket.socket]:
         try:
             found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except socket.gaierror as unknown:
-            raise ConfigError([f"--host {host}: {unknown.strerror}"]) from None
+            raise ConfigError(f"--host {host}: {unknown.strerror}") from None
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

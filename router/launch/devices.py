@@ -116,7 +116,7 @@ class Devices:
                     device = self.device_id(name)
                     found[device] = int(size.share * self._total(device)) if isinstance(size, DeviceShare) else size
                 except ValueError as unknown:
-                    raise ConfigError([f"{option}: {unknown}"]) from None
+                    raise ConfigError(f"{option}: {unknown}") from None
         return found
 
     def _total(self, device: DeviceId) -> int:

@@ -117,13 +117,13 @@ def find_preset(
             if not own:
                 return preset, tuple(each for each in loaded.warnings if each.section in ("", preset.id))
             if preset.source == "preset":
-                raise ConfigError([f"--{own} is for a folder or a repository; {name} is a preset: write {own} there"])
+                raise ConfigError(f"--{own} is for a folder or a repository; {name} is a preset: write {own} there")
     is_source = "/" in name or name.startswith("demo:") or (name and Path(name).exists())
     is_typo = nearest(name, [id for id, preset in loaded.presets.items() if preset.source == "preset"])
     if not is_source and (is_typo or not MODEL_REPO.fullmatch(name)):
         near = nearest(name, _names_of(loaded))
         hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
-        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
+        raise ConfigError(f"{name!r} is no model, no folder and no repository (org/name); {hint}")
     folder = str(Path.cwd())
     alone = resolve.load(
         folder=folder, disk=LocalDisk(), named=[NamedModel("model", name, "")], flags=model_flags, environ=environ,
@@ -131,7 +131,7 @@ def find_preset(
     )  # fmt: skip
     if alone.problems:
         # The name has no file; a serving.properties in the folder has one.
-        raise ConfigError([str(replace(each, section="")) if each.file else each.message for each in alone.problems])
+        raise ConfigError(*(str(replace(each, section="")) if each.file else each.message for each in alone.problems))
     warnings = tuple(replace(each, section="") for each in alone.warnings)
     return replace(alone.presets[alone.named[0]], id=name), warnings
 
@@ -150,7 +150,7 @@ def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
         problems += [f"{option}: {file}: {fault}"] if fault else []
         texts.append(text)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return configured_keys(settings, user_file=texts[0], admin_file=texts[1])
 
 
