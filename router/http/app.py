@@ -19,7 +19,7 @@ from router.config.settings import MAX_BUFFERED
 from router.errors import BadRequest, MethodNotAllowed, PathNotFound
 from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
-from router.http.pipeline import Bodies, Pipeline, Respond, peek, printable, request_id
+from router.http.pipeline import Pipeline, Respond, peek, printable, request_id
 from router.http.proxy import Proxy
 from router.http.request import Incoming
 from router.http.response import SERVER, json_bytes, own_headers, wait_for_client
@@ -53,9 +53,9 @@ class App:
         self._registry = registry
         self._prefix = registry.settings.api_prefix
         self._pipeline = Pipeline(registry, proxy, metrics, most_buffered=most_buffered)
-        services = Services(registry, HubModels(registry), self._pipeline.requests, metrics)
-        self._dispatcher = Dispatcher(services, self._pipeline.bodies)
+        self._services = Services(registry, HubModels(registry), self._pipeline.requests, metrics)
         self._routes: dict[web.AbstractRoute, Route] = {}  # the declaration of each of aiohttp's routes
+        self._streams: set[asyncio.Task[Any]] = set()
 
     def build(self) -> web.Application:
         """The aiohttp application; its routes are those of `worker.protocol.routes` and no others."""
@@ -68,7 +68,7 @@ class App:
         for route in offered(lmi_management=self._registry.settings.lmi_management):
             other = OTHER_NAMED if route.path.startswith("/models/{id}") else NAMED
             path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
-            handler = _forwarded if route.worker else self._dispatcher.handler(route)
+            handler = _forwarded if route.worker else self._handler(route)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
                 added = app.router.add_route(method, self._prefix + path, handler, expect_handler=send_no_continue)
                 self._routes[added] = route
@@ -77,7 +77,8 @@ class App:
 
     def end_streams(self) -> None:
         """End all event streams, so that the server can close."""
-        self._dispatcher.end_streams()
+        for task in self._streams:
+            task.cancel()
 
     # Requests that aiohttp has read
 
@@ -153,39 +154,9 @@ class App:
 
         return Listener(routes, self._pipeline.serve, make_fallback, most, unread_timeout)
 
+    # API functions
 
-def _parse(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body that `peek` has accepted. Raises BadRequest.
-
-    Do not call it in another thread: glibc keeps the memory that such a thread allocated, 56 MB after a body of 51 MB.
-    """
-    if fault := json_faults.too_many_values(body):
-        raise BadRequest(fault)
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as bad:
-        fault = json_faults.describe(body, bad.msg[:200])
-        raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
-    assert isinstance(found, dict)
-    return found
-
-
-def function_of(route: Route) -> ApiFunction:
-    """The API function that `route` names. Raises ImportError or AttributeError if there is none."""
-    module, _, name = route.handler.partition(".")
-    function: ApiFunction = getattr(import_module(f"{API}.{module}"), name)
-    return function
-
-
-class Dispatcher:
-    """Answers requests with API functions: finds the function of a route, calls it and sends its result."""
-
-    def __init__(self, services: Services, bodies: Bodies):
-        self._services = services
-        self._bodies = bodies
-        self._streams: set[asyncio.Task[Any]] = set()
-
-    def handler(self, route: Route) -> Handler:
+    def _handler(self, route: Route) -> Handler:
         """The aiohttp handler of a route that the router answers itself."""
         function = function_of(route)
 
@@ -199,11 +170,11 @@ class Dispatcher:
 
     async def _json_object(self, incoming: Incoming, route: Route) -> dict[str, Any]:
         """The body as a JSON object. Notes the unknown fields, or raises BadRequest for them with strict-fields."""
-        body = await self._bodies.read(incoming)
+        body = await self._pipeline.bodies.read(incoming)
         peek(body)  # the same error message as for forwarded requests
         found = _parse(body)
         unknown = unknown_fields(route, found)
-        if unknown and self._services.registry.settings.strict_fields:
+        if unknown and self._registry.settings.strict_fields:
             raise BadRequest(
                 "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
                 reason="unknown_parameter",
@@ -211,11 +182,6 @@ class Dispatcher:
             )
         incoming.ignored = ignored_fields(unknown)
         return found
-
-    def end_streams(self) -> None:
-        """End all event streams, so that the server can close."""
-        for task in self._streams:
-            task.cancel()
 
     async def _respond(self, request: web.Request, result: ApiResult) -> web.StreamResponse:
         if isinstance(result, web.Response):
@@ -238,24 +204,47 @@ class Dispatcher:
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
-        registry = self._services.registry
+        outlet, write_stall = request[INCOMING].outlet, self._registry.settings.write_stall
         try:
             await response.prepare(request)
             if request.method == "HEAD":
                 return response
             await response.write(result.first)
             async for frame in result.frames:
-                await wait_for_client(request[INCOMING].outlet, response.write(frame), registry.settings.write_stall)
+                await wait_for_client(outlet, response.write(frame), write_stall)
         except ConnectionError:
             if request.transport is not None:
                 request.transport.abort()
         except asyncio.CancelledError:
-            if not registry.closing:  # `end_streams` cancels as well; the response then ends in good order
+            if not self._registry.closing:  # `end_streams` cancels as well; the response then ends in good order
                 raise
         finally:
             self._streams.discard(task)
             await result.frames.aclose()  # type: ignore[attr-defined]
         return response
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body that `peek` has accepted. Raises BadRequest.
+
+    Do not call it in another thread: glibc keeps the memory that such a thread allocated, 56 MB after a body of 51 MB.
+    """
+    if fault := json_faults.too_many_values(body):
+        raise BadRequest(fault)
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as bad:
+        fault = json_faults.describe(body, bad.msg[:200])
+        raise BadRequest(f"the body is not a JSON object: {fault}", reason="invalid_json") from None
+    assert isinstance(found, dict)
+    return found
+
+
+def function_of(route: Route) -> ApiFunction:
+    """The API function that `route` names. Raises ImportError or AttributeError if there is none."""
+    module, _, name = route.handler.partition(".")
+    function: ApiFunction = getattr(import_module(f"{API}.{module}"), name)
+    return function
 
 
 def declared_query(request: web.Request, route: Route) -> Mapping[str, str]:
