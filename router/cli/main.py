@@ -264,7 +264,10 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 
 @cli.command(
     cls=_Command,
-    params=[click.Argument(["names"], nargs=-1, metavar="[FILE|MODEL]..."), *options.params_of_check(CHECKED)],
+    params=[
+        click.Argument(["names"], nargs=-1, metavar="[FILE|MODEL]..."),
+        *command_params(hidden=settings.BY_FLAG.keys() - CHECKED),
+    ],
     help="Read presets as the server does, start nothing, and report every fault with file and line. Exits with 1 if"
     " there is one. FILE stands for --models-preset; a folder or org/name is a MODEL as for `router serve`. All options"
     " of `router serve` may be given, and are checked.",
