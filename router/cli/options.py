@@ -47,11 +47,12 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
             names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
-        repeats = isinstance(option, PresetKey) and isinstance(option.kind, LogitBias | Names | Strings)
+        kind = option.kind if isinstance(option, PresetKey) else None
+        repeats = isinstance(kind, LogitBias | Names | Strings)
         facts: dict[str, Any] = {"is_flag": is_flag}
         # vLLM's --enable-lora and -fa of older llama-servers have no value: they mean `on` if an option or nothing
         # follows.
-        if not is_flag and isinstance(option, PresetKey) and isinstance(option.kind, OneOf) and option.kind.is_switch:
+        if not is_flag and isinstance(kind, OneOf) and "on" in (*kind.also, *kind.choices):
             facts["flag_value"] = "on"
         yield parameter, name, click.Option([*names, parameter], **facts, default=None, hidden=True,
                                             multiple=name == "env" or (repeats and not is_flag))  # fmt: skip
@@ -140,12 +141,6 @@ def command_params(*, only: Container[str] = settings.BY_FLAG, hidden: Container
         if option.flag in only
     )
     return [*own_options, *(param for _, param in MODEL_KEYS.values()), _HELP]
-
-
-def params_of_check(shown: Container[str]) -> list[click.Parameter]:
-    """All options of the server, so that its exact command line can be checked. Help shows those in `shown`."""
-    others = (_as_option(option, hidden=True) for option in settings.OPTIONS if option.flag not in shown)
-    return [*command_params(only=shown), *others]
 
 
 def given_options(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:

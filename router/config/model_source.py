@@ -75,7 +75,8 @@ def resolve_source(
     if not fields.get("repo"):
         fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
     elif named is not None and ":" in named.value:
-        fail(revision.place, f"a revision stands in {_place_of(named)} already; remove one of the two")
+        where = f"line {named.place.line}" if named.place.line else named.place.file
+        fail(revision.place, f"a revision stands in {where} already; remove one of the two")
     return {**fields, "revision": revision.value}
 
 
@@ -126,7 +127,3 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         fail(place, str(error))
         return None
     return {"repo": repo, "revision": revision}
-
-
-def _place_of(setting: Setting) -> str:
-    return f"line {setting.place.line}" if setting.place.line else setting.place.file

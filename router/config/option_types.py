@@ -166,11 +166,6 @@ class OneOf(Kind, click.Choice[str]):
         self.also, self.refused = also or {}, refused or {}
         self.hint = ", ".join(filter(None, values))
 
-    @property
-    def is_switch(self) -> bool:
-        """True if `on` is one of the words."""
-        return "on" in self.also or "on" in self.choices
-
     def read(self, text: str) -> str:
         word = text.strip().lower()
         word = self.also.get(word, word)

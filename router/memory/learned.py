@@ -21,6 +21,7 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -357,7 +358,7 @@ class LearnedEstimates:
         draft; a draft of a killed router is overwritten."""
         draft = f"{self._path}.draft"
         try:
-            with open(draft, "w", opener=_private) as file:
+            with open(draft, "w", opener=partial(os.open, mode=0o600)) as file:
                 json.dump({"version": _VERSION, **records}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -423,10 +424,6 @@ def _to_overhead(record: Any) -> Overhead:
 
 def _decayed(before: int, measured: int) -> int:
     return max(measured, round(before + (measured - before) * DECAY))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _content(path: Path) -> bytes:
