@@ -22,6 +22,8 @@ from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _MTP = "draft-mtp"  # of spec-type: llama-server drafts with layers of the checkpoint itself
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
+# llama-server's spellings of kv-cache-dtype for a half of the cache. Here one alone sets both, and two must agree.
+_HALVES = {"ctk": "keys", "cache-type-k": "keys", "ctv": "values", "cache-type-v": "values"}
 
 
 class DiskReader(Protocol):
@@ -65,9 +67,7 @@ Layer = dict[str, Setting]
 def _completes(layer: Layer, spelling: Spelling) -> bool:
     """True if `layer` has the other half of the same key: cache-type-k and cache-type-v may both be given."""
     before = layer.get(spelling.canonical)
-    return before is not None and isinstance(spelling.option, PresetKey) and spelling.option.sets_other_part(
-        before.name, spelling.name
-    )  # fmt: skip
+    return before is not None and {_HALVES.get(before.name), _HALVES.get(spelling.name)} == {"keys", "values"}
 
 
 def lmi_batching(settings: Iterable[tuple[str, str]], *, in_lmi: bool = False) -> Mapping[str, str]:

@@ -176,9 +176,6 @@ class PresetKey:
     also: tuple[str, ...] = ()  # other spellings, including one letter
     env: tuple[str, ...] = ()  # variables of llama-server and LMI whose names cannot be derived from a spelling
     switches: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # flag: (value if on, if off)
-    # Groups of spellings that llama-server defines for parts of the value (`cache-type-k`, `cache-type-v`). Here one
-    # alone sets the whole value, and several must agree.
-    halves: tuple[tuple[str, ...], ...] = ()
     own: bool = False  # specific to one model: not allowed in [*], as a flag or as a variable
     live: bool = False  # a change does not restart a running worker
     scope: Scope = Scope.WORKER
@@ -187,11 +184,6 @@ class PresetKey:
     @property
     def is_flag(self) -> bool:
         return isinstance(self.kind, Flag)
-
-    def sets_other_part(self, one: str, other: str) -> bool:
-        """True if the spellings are for different parts of the value, so that both may be used."""
-        parts = [next((part for part in self.halves if name in part), None) for name in (one, other)]
-        return None not in parts and parts[0] != parts[1]
 
 
 def key(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
@@ -262,8 +254,7 @@ class Preset:
             "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
             " int4 a third",
             also=("ctk", "cache-type-k", "ctv", "cache-type-v"),
-            switches={"cache-8bit": ("int8", "auto"), "exllama-cache-8bit": ("int8", "auto")},
-            halves=(("ctk", "cache-type-k"), ("ctv", "cache-type-v")))
+            switches={"cache-8bit": ("int8", "auto"), "exllama-cache-8bit": ("int8", "auto")})
     prefix_caching: bool = key(True, _FLAG, CONTEXT,
             "compute a common beginning of prompts once, if the KV cache has blocks",
             also=("enable-prefix-caching",))
