@@ -12,6 +12,7 @@ from router.api.call import ApiCall, ApiResult, JsonReply
 from router.config.api_keys import ApiKey
 from router.errors import BadRequest, ModelNotFound, WorkerCrashed
 from router.launch.worker_client import WorkerClientError
+from router.memory.checkpoint import offered
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel, errors_with_name
 from worker.protocol.dialects.generation_fields import MAX_INT32
@@ -63,8 +64,8 @@ def _names(models: Iterable[ListedModel]) -> list[str]:
 
 
 async def _takes_images(registry: Registry, listed: ListedModel) -> bool:
-    _, _, architecture = await registry.snapshots.describe(listed.preset)
-    return "image" in architecture["input_modalities"]
+    facts = await registry.snapshots.facts(listed.preset)
+    return facts is not None and "vision" in offered(facts, listed.preset)
 
 
 async def details(call: ApiCall) -> ApiResult:
@@ -109,7 +110,7 @@ async def _context(registry: Registry, id: str) -> int:
     worker = listed.model.open
     if worker is not None and worker.process is not None and worker.process.ready.n_ctx:
         return worker.process.ready.n_ctx
-    _, meta, _ = await registry.snapshots.describe(listed.preset)
+    _, meta = await registry.snapshots.describe(listed.preset)
     return int(meta.get("n_ctx", 0))
 
 

@@ -40,7 +40,7 @@ NEUTRAL = {
 async def entry(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str, Any]:
     """A model's entry in the list of models."""
     preset = listed.preset
-    facts, meta, _ = await registry.snapshots.describe(preset)
+    facts, meta = await registry.snapshots.describe(preset)
     features = capabilities(listed, facts)
     return {
         "id": preset.id,
@@ -246,7 +246,7 @@ async def slots(call: ApiCall) -> ApiResult:
         raise ModelNotLoaded(f"model '{chosen[0].id}' is not loaded; load it with POST /models/load")
     found: list[dict[str, Any]] = []
     for listed, worker, number in loaded:
-        _, meta, _ = await registry.snapshots.describe(listed.preset)
+        _, meta = await registry.snapshots.describe(listed.preset)
         common = {"model": listed.id, "n_ctx": meta.get("n_ctx", 0)}
         found += [{**common, **slot} for slot in _slots(worker, number * worker.rows)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
@@ -310,7 +310,7 @@ async def props(call: ApiCall) -> ApiResult:
     if flag(query, "autoload"):
         with errors_with_name(chosen), registry.shared_workers.lease(preset.id, autoload=True) as lease:
             await lease.ready()
-    facts, meta, _ = await registry.snapshots.describe(preset)
+    facts, meta = await registry.snapshots.describe(preset)
     texts = await registry.snapshots.texts(preset)
     if facts is None:
         raise NotOffered(f"the files of {preset.id} are not downloaded yet; load it once and repeat the request")

@@ -81,7 +81,7 @@ async def _current(registry: Registry, listed: ListedModel) -> dict[str, Any]:
     shown = status(registry.fleet, listed.model)
     data = {"status": shown["value"]}
     if shown["value"] == "loaded":
-        _, data["info"], _ = await registry.snapshots.describe(listed.preset)
+        _, data["info"] = await registry.snapshots.describe(listed.preset)
     elif shown["value"] == "unloaded":
         data["exit_code"] = shown.get("exit_code", 0)
     return data | {name: shown[name] for name in ("progress", "draining", "reason", "error") if shown.get(name)}
@@ -140,7 +140,7 @@ async def _render_state(
         return frames
     change: dict[str, Any] = {"status": VALUES.get(state, "unloaded")}
     if state is State.READY and not data.get("draining") and listed is not None:
-        _, change["info"], _ = await registry.snapshots.describe(listed.preset)
+        _, change["info"] = await registry.snapshots.describe(listed.preset)
     if data.get("draining") or state is State.STOPPING:
         change["draining"] = True
     if state is State.STOPPED:

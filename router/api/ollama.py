@@ -75,7 +75,7 @@ async def show(call: ApiCall) -> ApiResult:
     """POST /api/show: the details of one model. Raises BadRequest, ModelNotFound."""
     registry = call.registry
     listed = registry.model(call.key, _model_name(await call.body()))
-    facts, meta, _ = await registry.snapshots.describe(listed.preset)
+    facts, meta = await registry.snapshots.describe(listed.preset)
     texts = await registry.snapshots.texts(listed.preset)
     features = {_CAPABILITIES[name] for name in capabilities(listed, facts) if name in _CAPABILITIES}
     if "completion" in features and any(mark in texts.chat_template for mark in ("<think>", "enable_thinking")):
@@ -183,7 +183,7 @@ def _line(**fields: Any) -> bytes:
 
 async def _entry(registry: Registry, listed: ListedModel) -> dict[str, Any]:
     preset = listed.preset
-    facts, meta, _ = await registry.snapshots.describe(preset)
+    facts, meta = await registry.snapshots.describe(preset)
     family = facts.model_type if facts is not None else ""
     origin = f"{preset.repo}@{preset.revision}" if preset.repo else preset.path
     name = preset.id if ":" in preset.id else preset.id + LATEST  # Open WebUI looks models up by name and tag
@@ -207,7 +207,7 @@ async def _entry(registry: Registry, listed: ListedModel) -> dict[str, Any]:
 async def _running(
     registry: Registry, listed: ListedModel, worker: Worker, sizes: Mapping[DeviceId, int]
 ) -> dict[str, Any]:
-    _, meta, _ = await registry.snapshots.describe(listed.preset)
+    _, meta = await registry.snapshots.describe(listed.preset)
     expires = resident_of(worker).expires
     expires_at = _moment(wall_clock(registry.fleet, expires)) if expires is not None else NEVER.isoformat()
     return {

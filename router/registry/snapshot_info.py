@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from router.config.presets import Preset
-from router.memory.checkpoint import json_object, meta, modalities, offered
+from router.memory.checkpoint import json_object, meta
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
 from router.registry.shared_workers import SharedWorkers
 from router.store.snapshots import Snapshots
@@ -63,16 +63,16 @@ class SnapshotInfo:
         await asyncio.wait({reading}, timeout=max(0.0, began + READ_TIMEOUT - now))
         return reading.result() if reading.done() else None
 
-    async def describe(self, preset: Preset) -> tuple[Checkpoint | None, dict[str, Any], dict[str, Any]]:
-        """Facts, `meta` and `architecture` of a model, as lists of models contain them."""
+    async def describe(self, preset: Preset) -> tuple[Checkpoint | None, dict[str, Any]]:
+        """Facts and `meta` of a model, as lists of models contain them."""
         facts = await self.facts(preset)
         if facts is None:
-            return None, {}, modalities(())
+            return None, {}
         try:
             n_ctx = effective_ctx(facts, preset)
         except EstimateError:
             n_ctx = 0
-        return facts, meta(facts, n_ctx), modalities(offered(facts, preset))
+        return facts, meta(facts, n_ctx)
 
     async def texts(self, preset: Preset) -> SnapshotTexts:
         """The texts of a model whose facts are known; empty ones for another model."""
