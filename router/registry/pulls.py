@@ -36,17 +36,17 @@ class HubModels:
 
     # Pulling
 
-    async def fetch(self, text: str) -> tuple[str, Worker | None]:
-        """Begin to download `org/name[:revision]`. Returns the model's id and the worker that downloads.
+    async def fetch(self, text: str) -> None:
+        """Begin to download `org/name[:revision]`. Returns when the hub has listed the files.
 
-        Returns when the hub has listed the files. The worker is None if all files were in the cache and only the entry
-        in the list was missing. The download goes on if the caller is cancelled. Raises BadRequest if the model exists
-        or cannot be downloaded, LoadBackoff if a later try may succeed.
+        The download goes on if the caller is cancelled. Raises BadRequest if the model exists or cannot be downloaded,
+        LoadBackoff if a later try may succeed.
         """
-        return await asyncio.shield(self._begin(self._fetch(text)))
+        await asyncio.shield(self._begin(self._fetch(text)))
 
-    async def _fetch(self, text: str, *, followed: bool = False) -> tuple[str, Worker | None]:
-        """As `fetch`. `followed`: the caller follows the download, also before the hub has listed the files."""
+    async def _fetch(self, text: str, *, followed: bool = False) -> Worker | None:
+        """As `fetch`, and return the worker that downloads; None if all files were in the cache and only the entry in
+        the list was missing. `followed`: the caller follows the download, also before the hub has listed the files."""
         registry = self.registry
         id, found = self._find_on_hub(text)
         is_new = id not in registry.overrides.fetched or id not in registry.shared_workers.listed
@@ -63,13 +63,13 @@ class HubModels:
             if not is_new:
                 raise BadRequest(f"model '{id}' already exists", param="model")
             registry.events.append("listed", id)
-            return id, None
+            return None
         worker = registry.fleet.fetch(model.preset.id)
         if followed:
             self._followers[worker.id] = 1
         async for event in self.follow(worker):
             if event.kind == "progress":  # the hub has listed the files
-                return id, worker
+                return worker
         try:
             self.check(worker)
         except ApiError:
@@ -78,7 +78,7 @@ class HubModels:
             if is_new and (now := registry.shared_workers.listed.get(id)) is not None and now.model is model:
                 registry.remove(id, "requested")
             raise
-        return id, worker
+        return worker
 
     def _find_on_hub(self, text: str) -> tuple[str, FoundModel]:
         """The id and the repository of a model name. Raises BadRequest if it cannot be pulled."""
@@ -131,7 +131,7 @@ class HubModels:
         except ModelNotFound:
             fetching = self._begin(self._fetch(name, followed=True))
             try:
-                _, worker = await asyncio.shield(fetching)
+                worker = await asyncio.shield(fetching)
             except asyncio.CancelledError:  # the client has closed the connection before the hub has listed the files
                 fetching.add_done_callback(self._leave_fetched)
                 raise
@@ -167,8 +167,8 @@ class HubModels:
             if worker is not None:
                 self._leave(worker)
 
-    def _leave_fetched(self, fetching: "asyncio.Task[tuple[str, Worker | None]]") -> None:
-        if fetching.exception() is None and (worker := fetching.result()[1]):
+    def _leave_fetched(self, fetching: "asyncio.Task[Worker | None]") -> None:
+        if fetching.exception() is None and (worker := fetching.result()):
             self._leave(worker)
 
     def _leave(self, worker: Worker) -> None:

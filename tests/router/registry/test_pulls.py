@@ -25,10 +25,10 @@ class Hub(HubModels):
 
     listed: asyncio.Event
 
-    async def _fetch(self, text: str, *, followed: bool = False) -> tuple[str, Any]:
+    async def _fetch(self, text: str, *, followed: bool = False) -> Any:
         self._followers[WORKER.id] = int(followed)
         await self.listed.wait()
-        return text, WORKER
+        return WORKER
 
 
 def hub_and_retired() -> tuple[Hub, list[Any]]:
