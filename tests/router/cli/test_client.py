@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from router.cli.client import RouterUnreachable, get, models, processes
-from router.cli.main import main
+from tests.router.cli.commands import Run
 
 
 class SocketServer(socketserver.UnixStreamServer):
@@ -124,15 +124,15 @@ def test_the_message_without_a_router_names_the_remedy() -> None:
 
 @pytest.mark.parametrize("refusal", [401, 403])
 def test_commands_send_their_key_and_without_it_name_the_option(
-    refusal: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refusal: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = '{"data": [{"id": "x", "aliases": [], "status": {"value": "loaded", "in_flight": 0}}]}'
     with answering(listed, key="k", refusal=refusal) as url:
-        assert main(["ps", "--url", url]) == 3
-        assert capsys.readouterr().err.endswith(f"answered {refusal}; give --api-key, or set ROUTER_API_KEY\n")
-        assert main(["ps", "--url", url, "--api-key", "k"]) == 0
+        refused = run("ps", "--url", url, code=3).err
+        assert refused.endswith(f"answered {refusal}; give --api-key, or set ROUTER_API_KEY\n")
+        run("ps", "--url", url, "--api-key", "k", code=0)
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-        assert main(["run", "--url", url, "--api-key", "k", "x"]) == 0
+        run("run", "--url", url, "--api-key", "k", "x", code=0)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,10 @@ def test_commands_send_their_key_and_without_it_name_the_option(
     ["[]", '"x"', "{}", '{"data": null}', '{"data": [5]}', '{"data": [{"id": "x"}]}',
      '{"data": [{"id": "x", "status": "loaded"}]}', '{"data": [{"id": "x", "status": {"value": "loaded"}}]}'],
 )  # fmt: skip
-def test_another_server_is_not_taken_for_a_router(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_server_is_not_taken_for_a_router(answer: str, run: Run) -> None:
     with answering(answer) as url:
-        assert main(["ps", "--url", url]) == 3
         said = f"router ps: what answers at {url} is not this kind of router; give --url, or set ROUTER_URL\n"
-        assert capsys.readouterr() == ("", said)
+        assert run("ps", "--url", url) == (3, "", said)
 
 
 def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +169,9 @@ def test_a_proxy_with_tls_in_front_of_a_router_is_accepted(monkeypatch: pytest.M
 
 # httpcore leaves a socket that cannot connect to the collector.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
-def test_a_router_is_asked_through_its_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_is_asked_through_its_socket(tmp_path: Path, run: Run) -> None:
     path = str(tmp_path / "router.sock")
-    assert main(["ps", "--url", path]) == 3
-    assert f"no router answers at {path} ([Errno 2] No such file or directory)" in capsys.readouterr().err
+    missing = f"no router answers at {path} ([Errno 2] No such file or directory)"
+    assert missing in run("ps", "--url", path, code=3).err
     with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}', path):
-        assert main(["ps", "--url", path, "--all"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("x ")
+        assert run("ps", "--url", path, "--all", code=0).out.splitlines()[1].startswith("x ")

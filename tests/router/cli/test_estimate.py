@@ -12,7 +12,6 @@ import transformers
 from router.cli import hub_headers
 from router.cli.estimate import Machine
 from router.cli.hub_headers import RemoteError
-from router.cli.main import main
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.memory import checkpoint, learned
@@ -25,6 +24,7 @@ from router.store.snapshots import Snapshots
 from tests import tiny
 from tests.children import Child
 from tests.processes.hubs import Hub
+from tests.router.cli.commands import Estimate, Run, write
 from tests.sparse import write_weights
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
@@ -32,40 +32,6 @@ from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_
 MIB = 1 << 20
 SHARED = (FORK_SERVER_BYTES + LIBRARY_CODE_BYTES) // MIB  # of a limit in MiB, for the fork server
 ROOT = Path(__file__).parents[3]
-CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,
-    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-
-def write(folder: Path, *, shards: int = 1, padding: int = 0, **config: Any) -> Path:
-    """A snapshot with real headers; `padding`: bytes of metadata that make each header longer."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    (folder / "tokenizer_config.json").write_text("{}")
-    numbers = range(shards)
-    names = [
-        f"model-{number:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors" for number in numbers
-    ]
-    weight_map: dict[str, str] = {}
-    for number, name in enumerate(names):
-        tensors = {f"model.layers.{number}.mlp.weight": ("BF16", [300, 100])}
-        if number == 0:
-            tensors["model.embed_tokens.weight"] = ("BF16", [512, 64])
-        write_weights(folder / name, tensors, padding=padding)
-        weight_map |= dict.fromkeys(tensors, name)
-    if shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder
-
-
-def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
-    """Exit code and JSON document of `router estimate WORDS`."""
-    code = main(["estimate", *words, "--json"])
-    said = capsys.readouterr()
-    assert said.err == ""
-    return code, json.loads(said.out)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +43,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield Hub(root, address)
 
 
-def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = estimate(capsys, str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2")
+def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, estimate: Estimate) -> None:
+    code, said = estimate(str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2")
     assert (code, said["schema"], said["source"], said["fits"], said["downloaded"]) == (0, 1, "static", True, True)
     assert said["weights"] >= (300 * 100 + 512 * 64) * 2
     token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, elements, bytes
@@ -91,48 +57,43 @@ def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytes
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
 
 
-def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
-    _, said = estimate(capsys, *words)
+    _, said = estimate(*words)
     assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
     assert said["context"] == 2 * 2 * 2 * (16 + 2) * 256, "layers, keys and values, heads, a head's bytes, tokens"
-    main(["estimate", *words])
-    assert "2 layers x 2 KV heads x 36 B of int8 x 256 tokens, for one request" in capsys.readouterr().out
+    assert "2 layers x 2 KV heads x 36 B of int8 x 256 tokens, for one request" in run("estimate", *words, code=0).out
 
 
 def test_less_than_the_most_kv_cache_is_granted_where_less_is_free(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, estimate: Estimate, run: Run
 ) -> None:
     words = [str(write(tmp_path / "m")), "--models-memory-margin", "0", "--parallel", "64"]
-    base = estimate(capsys, *words)[1]
+    base = estimate(*words)[1]
     least, step = base["kv_cache"]["least"]["bytes"], 16 * 2 * 2 * 2 * 16 * 2
     limit = (base["total"] >> 20) + 5 + SHARED
-    code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}")
+    code, said = estimate(*words, "--device-limit", f"cpu={limit}")
     room = (limit - SHARED << 20) - base["total"]
     assert (code, said["total"]) == (0, base["total"])
     assert said["kv_cache"]["granted"]["bytes"] == least + room // step * step
     assert said["kv_cache"]["least"] == base["kv_cache"]["least"]
     assert said["kv_cache"]["most"] == base["kv_cache"]["granted"] == base["kv_cache"]["most"]
-    assert main(["estimate", *words, "--device-limit", f"cpu={limit}"]) == 0
-    lines = capsys.readouterr().out
+    lines = run("estimate", *words, "--device-limit", f"cpu={limit}", code=0).out
     assert f"KV cache of {said['kv_cache']['granted']['tokens']} tokens, if nothing else is loaded" in lines
     assert f"KV cache of {base['kv_cache']['most']['tokens']} tokens, the full context of 64 sequences" in lines
 
 
 def test_kv_tokens_and_reserved_memory_are_in_the_figures_and_the_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, estimate: Estimate, run: Run
 ) -> None:
     words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--kv-tokens", "4096", "--reserved-memory", "300"]
-    assert estimate(capsys, *words)[1]["context"] == 2 * 2 * 2 * 16 * 2 * 4096
-    main(["estimate", *words])
-    said = capsys.readouterr().out
+    assert estimate(*words)[1]["context"] == 2 * 2 * 2 * 16 * 2 * 4096
+    said = run("estimate", *words, code=0).out
     assert "2 KV heads x 64 B of bfloat16 x 4096 tokens" in said
     assert "and tables for grammars; reserved-memory, 300.0 MiB" in said
 
 
-def test_the_estimate_is_of_the_converted_snapshot_if_loads_use_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_estimate_is_of_the_converted_snapshot_if_loads_use_it(tmp_path: Path, estimate: Estimate) -> None:
     folder, state = write(tmp_path / "m"), tmp_path / "own"
     target = Snapshots(cache="", state=state, offline=True).conversions.target(str(folder))
     assert target is not None
@@ -141,72 +102,62 @@ def test_the_estimate_is_of_the_converted_snapshot_if_loads_use_it(
     manifest = ConversionManifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
     (target / MANIFEST).write_bytes(encode_manifest(manifest))
     found = [
-        estimate(capsys, str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]
+        estimate(str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]
         for words in ((), ("--no-prepare",))
     ]
     assert found[0] > found[1] + 90_000
 
 
 def test_each_command_that_reads_presets_shows_the_warnings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m")
     monkeypatch.setenv("OPTION_FOO", "1")
     warning = "warning: OPTION_FOO: is not a variable of this router\n"
     for command in ("estimate", "prepare", "download"):
-        assert main([command, str(folder), "--state-dir", str(tmp_path / "state")]) == 0
-        assert warning in capsys.readouterr().err, command
-    assert main(["check", str(folder)]) == 0
-    assert warning in capsys.readouterr().out
+        assert warning in run(command, str(folder), "--state-dir", str(tmp_path / "state"), code=0).err, command
+    assert warning in run("check", str(folder), code=0).out
 
 
-def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     folder = str(write(tmp_path / "m"))
-    said = estimate(capsys, folder, "--quantization", "bnb-4bit")[1]
+    said = estimate(folder, "--quantization", "bnb-4bit")[1]
     assert (said["quantization"], said["unquantized"]) == ("bnb-4bit", 512 * 64 * 2)
     assert said["weights"] == said["quantized"] + said["unquantized"]
-    assert main(["estimate", folder, "--load-in-4bit"]) == 0
-    told = capsys.readouterr().out
+    told = run("estimate", folder, "--load-in-4bit", code=0).out
     assert "bnb-4bit, bfloat16" in told
     assert "quantized tensors with their scales take" in told
     assert "stay in bfloat16: embeddings, head, norms, routers and experts" in told
-    assert main(["estimate", folder, "--quantization", "awq"]) == 1
-    assert "the checkpoint is not quantized" in capsys.readouterr().err
+    assert "the checkpoint is not quantized" in run("estimate", folder, "--quantization", "awq", code=1).err
 
 
-def test_an_estimate_from_the_weights_alone_is_called_a_guess(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_estimate_from_the_weights_alone_is_called_a_guess(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     folder = write(tmp_path / "m")
     config = {"model_type": "alien", "architectures": ["AlienForCausalLM"], "depth": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    code, said = estimate(capsys, str(folder))
+    code, said = estimate(str(folder))
     assert (code, said["source"]) == (0, "weights")
     assert "weights x 2" in said["note"]
-    assert main(["estimate", str(folder)]) == 0
-    told = capsys.readouterr().out
+    told = run("estimate", str(folder), code=0).out
     assert "a guess from the weights alone" in told
     assert "config.json of alien does not state its layers" in told
 
 
-def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = estimate(capsys, "demo-chat", "--demo", "--state-dir", str(tmp_path))
+def test_a_built_in_model_has_an_estimate(tmp_path: Path, estimate: Estimate) -> None:
+    code, said = estimate("demo-chat", "--demo", "--state-dir", str(tmp_path))
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
 
 
-def test_a_measured_process_overhead_is_used_and_called_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measured_process_overhead_is_used_and_called_measured(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     words = [str(write(tmp_path / "m")), "--no-fork-server", "--state-dir", str(tmp_path / "own")]
-    assumed = estimate(capsys, *words)[1]
+    assumed = estimate(*words)[1]
     LearnedEstimates(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
-    measured = estimate(capsys, *words)[1]
+    measured = estimate(*words)[1]
     assert (assumed["runtime_source"], measured["runtime_source"]) == ("assumed", "measured")
     assert assumed["runtime"] - measured["runtime"] == RUNTIME_HOST - SERVING_HOST - MIB
-    main(["estimate", *words])
-    assert "libraries (measured on main memory)" in capsys.readouterr().out
+    assert "libraries (measured on main memory)" in run("estimate", *words, code=0).out
 
 
 @pytest.mark.parametrize(
@@ -218,115 +169,102 @@ def test_a_measured_process_overhead_is_used_and_called_measured(
     ],
 )
 def test_the_message_for_a_folder_without_a_model_says_what_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, message: str
+    tmp_path: Path, run: Run, file: str, message: str
 ) -> None:
     (tmp_path / file).write_text("{}")
-    assert main(["estimate", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in run("estimate", str(tmp_path), code=2).err
 
 
-def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_without_their_index_are_named(tmp_path: Path, run: Run) -> None:
     folder = write(tmp_path / "m", shards=2)
     (folder / "model.safetensors.index.json").unlink()
-    assert main(["estimate", str(folder)]) == 1
-    assert "no index that names parts; fetch it again, or take a revision" in capsys.readouterr().err
+    assert "no index that names parts; fetch it again, or take a revision" in run("estimate", str(folder), code=1).err
 
 
-def test_an_adapter_beside_a_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_beside_a_config_is_named(tmp_path: Path, run: Run) -> None:
     folder = write(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    assert main(["estimate", str(folder)]) == 1
-    assert "has an adapter only (adapter_model.safetensors); serve its model" in capsys.readouterr().err
+    assert (
+        "has an adapter only (adapter_model.safetensors); serve its model" in run("estimate", str(folder), code=1).err
+    )
 
 
-def test_a_preset_is_estimated_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_is_estimated_with_its_keys(tmp_path: Path, estimate: Estimate) -> None:
     ini = tmp_path / "models.ini"
     ini.write_text(f"[small]\nmodel = {write(tmp_path / 'one')}\nctx-size = 128\nalias = tiny\n")
-    code, said = estimate(capsys, "tiny", "--models-preset", str(ini), "--models-memory-margin", "0")
+    code, said = estimate("tiny", "--models-preset", str(ini), "--models-memory-margin", "0")
     assert (code, said["model"], said["ctx_size"]) == (0, "small", 128)
 
 
 @pytest.mark.parametrize("words", [["--device-limit", "cpu=50%"], ["--gpu-memory-utilization", "0.5"]])
-def test_a_share_of_a_device_limits_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_a_share_of_a_device_limits_the_model(tmp_path: Path, estimate: Estimate, words: list[str]) -> None:
     words = [str(write(tmp_path / "m")), "--models-memory-margin", "0", "--no-fork-server", *words]
-    code, said = estimate(capsys, *words)
+    code, said = estimate(*words)
     [device] = said["devices"]
     assert (code, device["usable_when_empty"]) == (0, device["total"] // 2)
 
 
-def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(tmp_path: Path, run: Run) -> None:
     folder = str(write(tmp_path / "m"))
-    assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
-    assert capsys.readouterr().out.endswith("usable when empty; lower --models-memory-margin (97656.2 GiB)\n")
-    assert main(["estimate", folder, "--models-memory-margin", "800", "--device-limit", "cpu=801"]) == 4
+    told = run("estimate", folder, "--models-memory-margin", "100000000", code=4).out
+    assert told.endswith("usable when empty; lower --models-memory-margin (97656.2 GiB)\n")
+    told = run("estimate", folder, "--models-memory-margin", "800", "--device-limit", "cpu=801", code=4).out
     either = "lower --models-memory-margin (800.0 MiB) or raise --device-limit (801.0 MiB)"
-    assert f"usable when empty; {either}\n" in capsys.readouterr().out
-    assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
-    assert "usable when empty; lower required-memory" in capsys.readouterr().out
-    assert main(["estimate", folder, "--gpu-memory-utilization", "0.0001"]) == 4
-    assert capsys.readouterr().out.endswith("usable when empty; raise gpu-memory-utilization\n")
+    assert f"usable when empty; {either}\n" in told
+    told = run("estimate", folder, "--required-memory", "100000000", code=4).out
+    assert "usable when empty; lower required-memory" in told
+    told = run("estimate", folder, "--gpu-memory-utilization", "0.0001", code=4).out
+    assert told.endswith("usable when empty; raise gpu-memory-utilization\n")
 
 
 def test_the_settings_with_which_a_model_would_fit_are_named_with_their_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, estimate: Estimate, run: Run
 ) -> None:
     words = [str(write(tmp_path / "m", max_position_embeddings=1 << 20)), "--ctx-size", "1000000", "--parallel", "1"]
     words += ["--models-memory-margin", "0"]
-    limit = (estimate(capsys, *words)[1]["total"] >> 20) - 60 + SHARED
-    code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}")
+    limit = (estimate(*words)[1]["total"] >> 20) - 60 + SHARED
+    code, said = estimate(*words, "--device-limit", f"cpu={limit}")
     assert (code, said["would_fit"]["together"]) == (4, False)
     first, second = said["would_fit"]["settings"][:2]
     assert (first.split(" = ")[0], second) == ("ctx-size", "kv-cache-dtype = int8")
     tokens = int(first.removeprefix("ctx-size = "))
-    assert main(["estimate", *words, "--device-limit", f"cpu={limit}"]) == 4
-    assert f"to fit    set ctx-size = {tokens}, or kv-cache-dtype = int8" in capsys.readouterr().out
+    told = run("estimate", *words, "--device-limit", f"cpu={limit}", code=4).out
+    assert f"to fit    set ctx-size = {tokens}, or kv-cache-dtype = int8" in told
     words[2] = str(tokens)
-    assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 0
+    assert estimate(*words, "--device-limit", f"cpu={limit}")[0] == 0
     words[2] = str(tokens + 16)
-    assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 4
+    assert estimate(*words, "--device-limit", f"cpu={limit}")[0] == 4
 
 
 @pytest.mark.slow
-def test_check_reports_changes_of_config_json_that_the_models_class_does_not_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_changes_of_config_json_that_the_models_class_does_not_take(tmp_path: Path, run: Run) -> None:
     ini, llama = tmp_path / "models.ini", tiny.make("llama", tmp_path / "l")
     override = '{"num_experts": 5}'
     ini.write_text(f"[a]\nmodel = {llama}\nconfig-override = {override}\n")
-    assert main(["check", str(ini), "--memory"]) == 4
-    first, _ = capsys.readouterr().out.splitlines()
+    first, _ = run("check", str(ini), "--memory", code=4).out.splitlines()
     assert first.startswith("a: ")
     assert first.endswith('LlamaConfig has no member "num_experts"')
 
 
 @pytest.mark.slow
-def test_check_reports_architectures_whose_cache_the_engine_does_not_support(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_architectures_whose_cache_the_engine_does_not_support(tmp_path: Path, run: Run) -> None:
     folder = tiny.make("llama", tmp_path / "m")
     config = transformers.OpenAIGPTConfig(vocab_size=512, n_embd=32, n_layer=1, n_head=2)
     transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
-    assert main(["check", "--memory", str(folder)]) == 4
-    first, _ = capsys.readouterr().out.splitlines()
+    first, _ = run("check", "--memory", str(folder), code=4).out.splitlines()
     assert "architecture 'openai-gpt' cannot be served by this engine: its forward takes no cache" in first
 
 
-def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     large, ini = write(tmp_path / "large", max_position_embeddings=1 << 20), tmp_path / "models.ini"
     ini.write_text(
         f"[large]\nmodel = {large}\nctx-size = 1000000\nparallel = 1\n"
         f"[small]\nmodel = {write(tmp_path / 'small')}\n[hub]\nhf-repo = org/absent\n"
     )
     options = [str(ini), "--memory", "--models-memory-margin", "0"]
-    limit = (estimate(capsys, "large", "--models-preset", *options[:1], *options[2:])[1]["total"] >> 20) - 60
-    assert main(["check", *options]) == 0
-    capsys.readouterr()
-    assert main(["check", *options, "--device-limit", f"cpu={limit}"]) == 4
-    first, last = capsys.readouterr().out.splitlines()
+    limit = (estimate("large", "--models-preset", *options[:1], *options[2:])[1]["total"] >> 20) - 60
+    run("check", *options, code=0)
+    first, last = run("check", *options, "--device-limit", f"cpu={limit}", code=4).out.splitlines()
     assert first.startswith("large: cpu does not fit: ")
     assert "; raise --device-limit (" in first
     assert "; set ctx-size = " in first
@@ -334,9 +272,9 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
         "; a static estimate, an upper bound: the exact one (router estimate --exact) decides, as at a load"
     )
     assert last.startswith("3 models, no fault: ")
-    assert main(["check", *options, "--json", "--device-limit", f"cpu={limit}"]) == 4
-    assert json.loads(capsys.readouterr().out)["does_not_fit"] == {"large": first}
-    assert main(["check", *options, "--device-limit", "cuda:9=5"]) == 2
+    document = run("check", *options, "--json", "--device-limit", f"cpu={limit}", code=4).document
+    assert document["does_not_fit"] == {"large": first}
+    run("check", *options, "--device-limit", "cuda:9=5", code=2)
 
 
 @pytest.mark.parametrize(
@@ -355,11 +293,8 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),
     ],
 )
-def test_a_failure_has_a_message_and_an_exit_code(
-    capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
-) -> None:
-    assert main(["estimate", *words]) == code
-    said = capsys.readouterr()
+def test_a_failure_has_a_message_and_an_exit_code(run: Run, words: list[str], code: int, message: str) -> None:
+    said = run("estimate", *words, code=code)
     assert message in said.err
     assert said.out == ""
 
@@ -368,7 +303,7 @@ def test_a_failure_has_a_message_and_an_exit_code(
 def test_the_estimate_of_a_repository_equals_that_of_its_files_and_reads_only_headers(
     hub: Hub,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    estimate: Estimate,
     monkeypatch: pytest.MonkeyPatch,
     shards: int,
     padding: int,
@@ -376,9 +311,9 @@ def test_the_estimate_of_a_repository_equals_that_of_its_files_and_reads_only_he
     repo = f"org/m{shards}-{padding}"
     folder = write(hub.root / repo, shards=shards, padding=padding)
     monkeypatch.setenv("HF_ENDPOINT", hub.address)
-    code, said = estimate(capsys, repo, "--ctx-size", "256")
+    code, said = estimate(repo, "--ctx-size", "256")
     assert (code, said["downloaded"]) == (0, False)
-    here = estimate(capsys, str(folder), "--ctx-size", "256")[1]
+    here = estimate(str(folder), "--ctx-size", "256")[1]
     for segment in ("weights", "context", "compute", "runtime", "total"):
         assert said[segment] == here[segment]
     asked = [line for line in hub.journal(repo) if "/resolve/" in line and ".safetensors " in line]
@@ -448,7 +383,7 @@ def test_an_error_of_the_hub_has_a_message(hub: Hub, tmp_path: Path, fault: dict
 def test_the_message_for_a_repository_without_a_model_says_what_it_has(
     hub: Hub,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str],
     message: str,
@@ -458,8 +393,7 @@ def test_the_message_for_a_repository_without_a_model_says_what_it_has(
     for name, content in files.items():
         (hub.root / repo / name).write_text(content)
     monkeypatch.setenv("HF_ENDPOINT", hub.address)
-    assert main(["estimate", repo]) == 1
-    said = capsys.readouterr()
+    said = run("estimate", repo, code=1)
     assert said.err.startswith(f"router: {repo} ")
     assert message in said.err
     assert said.out == ""
@@ -482,9 +416,9 @@ def test_a_broken_weight_file_and_an_unreachable_hub_have_a_message(hub: Hub, tm
 
 
 @pytest.mark.slow
-def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, estimate: Estimate, run: Run) -> None:
     folder = str(tiny.make("llama", tmp_path / "m"))
-    static = estimate(capsys, folder, "--ctx-size", "128")[1]
+    static = estimate(folder, "--ctx-size", "128")[1]
     state, flags = tmp_path / "own", {"ctx-size": "128"}
     preset, facts = find_preset(folder, LoadedPresets({}), flags, {})[0], checkpoint.read(Path(folder))
     known = LearnedEstimates(state / "estimates.json")
@@ -492,24 +426,23 @@ def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys
     weighed = Machine(Settings(), {}, tmp_path).estimate(preset, facts, choice)
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
     words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
-    assert estimate(capsys, *words)[1]["source"] == "learned"
-    code, said = estimate(capsys, *words, "--exact")
+    assert estimate(*words)[1]["source"] == "learned"
+    code, said = estimate(*words, "--exact")
     assert (code, said["source"], said["context"]) == (0, "exact", static["context"])
     assert 0.25 * static["total"] < said["total"] < static["total"], "both are of a forked worker"
     assert said["forked"]
     between = (static["total"] + said["total"] >> 21) + SHARED
     words += ["--state-dir", str(tmp_path / "new"), "--models-memory-margin", "0", "--device-limit", f"cpu={between}"]
-    assert main(["estimate", *words]) == 4
-    assert "the exact one (router estimate --exact) decides" in capsys.readouterr().out
-    assert estimate(capsys, *words, "--exact")[0] == 0
+    assert "the exact one (router estimate --exact) decides" in run("estimate", *words, code=4).out
+    assert estimate(*words, "--exact")[0] == 0
     words = words[:5]
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [9 << 30])
     limit = (weighed.total >> 20) + 8 + SHARED
-    code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}", "--models-memory-margin", "0")
+    code, said = estimate(*words, "--device-limit", f"cpu={limit}", "--models-memory-margin", "0")
     assert (code, said["source"]) == (0, "static"), "a learned figure refuses no model"
-    assert [estimate(capsys, *words, *more)[1]["source"] for more in (["--forget"], [])] == ["static", "static"]
+    assert [estimate(*words, *more)[1]["source"] for more in (["--forget"], [])] == ["static", "static"]
     (Path(folder) / "tokenizer.json").unlink()
     (Path(folder) / "tokenizer_config.json").unlink()
-    code, said = estimate(capsys, folder, "--exact")
+    code, said = estimate(folder, "--exact")
     assert code == 1
     assert "tokenizer" in said["error"]["message"]

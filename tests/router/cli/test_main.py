@@ -13,20 +13,12 @@ from pathlib import Path
 import pytest
 
 from router.cli import options
-from router.cli.main import main
 from router.config import preset_keys, presets, settings
-from tests.router.cli.test_estimate import write
+from tests.router.cli.commands import Run, write
 from tests.sparse import write_weights
 
 ROOT = Path(__file__).parents[3]
 ENVIRON = {"PATH": os.environ["PATH"], "HF_HUB_CACHE": "/nowhere", "PYTHONPATH": str(ROOT)}
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `router WORDS`."""
-    code = main(words)
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def preset(folder: Path, text: str) -> str:
@@ -63,26 +55,20 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--strict-presets", "--numa", "x"], "--numa: has no meaning here; remove it\n"),
     ],
 )
-def test_a_configuration_error_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    code, out, err = run(capsys, *words)
+def test_a_configuration_error_is_one_line_and_exit_code_2(run: Run, words: list[str], message: str) -> None:
+    code, out, err = run(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(message)
 
 
-def test_a_preset_file_that_is_named_as_a_model_is_answered_with_its_option(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, _, err = run(capsys, preset(tmp_path, "[a]\nmodel = demo:a\n"))
-    assert (code, "is a file; give presets as --models-preset, or name the model's folder" in err) == (2, True)
+def test_a_preset_file_that_is_named_as_a_model_is_answered_with_its_option(run: Run, tmp_path: Path) -> None:
+    err = run(preset(tmp_path, "[a]\nmodel = demo:a\n"), code=2).err
+    assert "is a file; give presets as --models-preset, or name the model's folder" in err
 
 
-def test_all_faults_of_a_preset_are_printed_before_anything_starts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_faults_of_a_preset_are_printed_before_anything_starts(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, BAD)
-    code, out, err = run(capsys, "--models-preset", path)
+    code, out, err = run("--models-preset", path)
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         f'{path}:3: [a] unknown key "ctx-sise"; did you mean "ctx-size"?',
@@ -114,43 +100,39 @@ def test_all_faults_of_a_preset_are_printed_before_anything_starts(
         (["estimate", "x", "--no-models-watch"], "--no-models-watch does not belong to `estimate`."),
     ],
 )
-def test_an_unknown_option_is_an_error_with_the_nearest_known_one(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    code, out, err = run(capsys, *words)
+def test_an_unknown_option_is_an_error_with_the_nearest_known_one(run: Run, words: list[str], message: str) -> None:
+    code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert f"Error: {message}" in err
 
 
-def test_an_unsafe_key_file_stops_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unsafe_key_file_stops_the_start(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("secret")
     path.chmod(0o644)
-    code, _, err = run(capsys, "--api-key-file", str(path))
-    assert (code, err) == (2, f"--api-key-file: {path}: other users may read it; chmod 600 {path}\n")
+    message = f"--api-key-file: {path}: other users may read it; chmod 600 {path}\n"
+    assert run("--api-key-file", str(path), code=2).err == message
 
 
-def test_variables_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUTER_MODELS_PRESET", "missing.ini")
     monkeypatch.setenv("ROUTER_MODELS_MAX", "-1")
-    assert run(capsys)[2].startswith('ROUTER_MODELS_MAX: "-1" is not a whole number')
-    assert run(capsys, "--models-max", "1")[2] == "missing.ini: no such file or directory\n"
+    assert run()[2].startswith('ROUTER_MODELS_MAX: "-1" is not a whole number')
+    assert run("--models-max", "1")[2] == "missing.ini: no such file or directory\n"
 
 
 # Check
 
 
-def test_a_right_preset_checks_with_exit_code_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_right_preset_checks_with_exit_code_0(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, GOOD)
     for words in (["check", path], ["--models-preset", path, "check"], ["check", "--models-preset", path]):
-        assert run(capsys, *words) == (0, "2 models, no fault: a b\n", "")
+        assert run(*words) == (0, "2 models, no fault: a b\n", "")
 
 
-def test_every_fault_is_reported_with_its_line_and_exit_code_1(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_fault_is_reported_with_its_line_and_exit_code_1(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, "[b]\nmodel = demo:b\nnuma = x\n" + BAD.replace("[b]", "[c]"))
-    code, out, err = run(capsys, "check", path)
+    code, out, err = run("check", path)
     assert (code, err) == (1, "")
     assert out.splitlines() == [
         f'{path}:6: [a] unknown key "ctx-sise"; did you mean "ctx-size"?',
@@ -160,9 +142,7 @@ def test_every_fault_is_reported_with_its_line_and_exit_code_1(
     ]
 
 
-def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(run: Run, tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     path = preset(
         tmp_path,
@@ -171,19 +151,18 @@ def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(
         f'[e]\nmodel = {folder}\nconfig-override = {{"num_experts": 5}}\n'
         '[f]\nmodel = demo:c\ngrammar = root ::= "a"\n',
     )
-    code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()[-1]) == (1, "3 faults")
-    assert out.splitlines()[:3] == [
+    assert run("check", path, code=1).out.splitlines() == [
         f"{path}:3: [a] config-override: config.json and the architectures of transformers have no member"
         ' "rope_thetta"; did you mean "rope_theta"?',
         f"{path}:6: [c] grammar cannot be compiled: Failed to convert the grammar from GBNF to Lark:"
         " Rule 'b' not found",
         f"{path}:9: [d] json-schema cannot be compiled: Invalid type: strange",
+        "3 faults",
     ]
 
 
 def test_check_compiles_a_long_chain_of_references_and_refuses_a_grammar_that_no_worker_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     """A chain would overflow the stack of the main thread and end the process."""
     chain = {f"d{number}": {"properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}} for number in range(1500)}
@@ -193,14 +172,13 @@ def test_check_compiles_a_long_chain_of_references_and_refuses_a_grammar_that_no
         tmp_path,
         f'[a]\nmodel = demo:a\njson-schema = {schema}\n[b]\nmodel = demo:b\ngrammar = root ::= "{long}"\n',
     )
-    code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()[-1]) == (1, "1 fault")
-    assert out.splitlines()[0] == (
-        f"{path}:6: [b] grammar cannot be compiled: it has 262155 characters; at most 262144 are allowed"
-    )
+    assert run("check", path, code=1).out.splitlines() == [
+        f"{path}:6: [b] grammar cannot be compiled: it has 262155 characters; at most 262144 are allowed",
+        "1 fault",
+    ]
 
 
-def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_rope_keys_that_the_load_would_refuse(run: Run, tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     llama3 = write(tmp_path / "n", rope_scaling={"rope_type": "llama3", "factor": 8.0})
     path = preset(
@@ -209,20 +187,16 @@ def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.Captu
         f"[c]\nmodel = {llama3}\ncompress-pos-emb = 4\n[d]\nmodel = {folder}\nrope-scaling = yarn\nrope-scale = 4\n"
         f"[e]\nmodel = {llama3}\nrope-scale = 1\n",
     )
-    code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()) == (
-        1,
-        [
-            f"{path}:3: [a] rope-scaling: yarn needs rope-scale, the factor by which the context grows",
-            f"{path}:6: [b] yarn-beta-fast: needs rope-scaling = yarn",
-            f"{path}:9: [c] rope-scale: the checkpoint has RoPE scaling of the kind llama3, which this cannot be"
-            " combined with; remove it, or write other rope_parameters into config-override",
-            "3 faults",
-        ],
-    )
+    assert run("check", path, code=1).out.splitlines() == [
+        f"{path}:3: [a] rope-scaling: yarn needs rope-scale, the factor by which the context grows",
+        f"{path}:6: [b] yarn-beta-fast: needs rope-scaling = yarn",
+        f"{path}:9: [c] rope-scale: the checkpoint has RoPE scaling of the kind llama3, which this cannot be"
+        " combined with; remove it, or write other rope_parameters into config-override",
+        "3 faults",
+    ]
 
 
-def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_files_that_the_load_would_refuse(run: Run, tmp_path: Path) -> None:
     names = ("whole", "short", "lacking", "torn", "mute", "garbled")
     whole, short, lacking, torn, mute, garbled = folders = [write(tmp_path / name) for name in names]
     (mute / "tokenizer_config.json").unlink()
@@ -241,7 +215,7 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
         f"[long]\nmodel = {whole}\nctx-size = 4097\n"
         f"[longer]\nmodel = {whole}\nctx-size = 4097\nrope-scaling = linear\nrope-scale = 2\n",
     )
-    code, out, _ = run(capsys, "check", path)
+    code, out, _ = run("check", path)
     assert (code, out.splitlines()[-1]) == (1, "6 faults")
     *faults, last, unread, long = out.splitlines()[:-1]
     assert [fault.split("]")[0] for fault in faults] == [f"{path}:4: [short", f"{path}:6: [lacking", f"{path}:8: [torn"]
@@ -251,15 +225,14 @@ def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFi
     assert long.startswith(f"{path}:18: [long] ctx-size 4097 is more than the model's maximum of 4096 tokens;")
 
 
-def test_check_reports_quantization_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_quantization_that_no_load_takes(run: Run, tmp_path: Path) -> None:
     foreign = write(tmp_path / "foreign", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
     old = write(tmp_path / "old", compression_config={"quant_method": "sparseml"})
     plain = write(tmp_path / "plain")
     text = f"[a]\nmodel = {foreign}\n[b]\nmodel = {plain}\nquantization = awq\n[c]\nmodel = {plain}\n"
     path = preset(tmp_path, f"{text}quantization = bnb-4bit\n[d]\nmodel = {old}\n")
-    code, out, _ = run(capsys, "check", path)
+    out = run("check", path, code=1).out
     first, second, third = (line for line in out.splitlines() if line.startswith(path))
-    assert code == 1
     assert first.startswith(
         f"{path}:2: [a] the checkpoint is quantized with modelopt, which this version cannot load; take"
     )
@@ -303,21 +276,19 @@ def test_check_reports_experts_that_are_quantized_one_by_one(
 
 
 def test_check_takes_the_method_of_quantized_weights_from_an_override_or_quantize_config(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m")
     write_weights(folder / "model.safetensors", {"model.layers.0.mlp.qweight": ("I32", [8, 128])})
     text = f"[m]\nmodel = {folder}\n"
-    assert "config.json has no quantization_config" in run(capsys, "check", preset(tmp_path, text))[1]
+    assert "config.json has no quantization_config" in run("check", preset(tmp_path, text))[1]
     override = 'config-override = {"quantization_config": {"quant_method": "gptq", "bits": 4}}\n'
-    code, out, _ = run(capsys, "check", preset(tmp_path, text + override))
-    assert code == 0, out
+    run("check", preset(tmp_path, text + override), code=0)
     (folder / "quantize_config.json").write_text('{"bits": 4}')
-    code, out, _ = run(capsys, "check", preset(tmp_path, f"{text}quantization = gptq\n"))
-    assert code == 0, out
+    run("check", preset(tmp_path, f"{text}quantization = gptq\n"), code=0)
 
 
-def test_check_reports_encoders_that_no_load_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_encoders_that_no_load_takes(run: Run, tmp_path: Path) -> None:
     classifies = ["BertForSequenceClassification"]
     write(tmp_path / "one", architectures=classifies, id2label={"0": "score"})
     write(tmp_path / "two", architectures=classifies)
@@ -328,7 +299,7 @@ def test_check_reports_encoders_that_no_load_takes(capsys: pytest.CaptureFixture
     sections = "".join(f"[{name}]\nmodel = {name}\n" for name in ("one", "two", "three", "words"))
     further = "[below]\nmodel = three\ntask = embed\n[asked]\nmodel = words\ntask = rerank\n"
     path = preset(tmp_path, sections + further + "[generates]\nmodel = words\ntask = generate\n")
-    code, out, _ = run(capsys, "check", path)
+    code, out, _ = run("check", path)
     two, three, answers, asked, last = out.splitlines()
     assert (code, last) == (1, "4 faults")
     assert two.startswith(f"{path}:4: [two] BertForSequenceClassification has 2 labels; only heads with one label")
@@ -339,20 +310,18 @@ def test_check_reports_encoders_that_no_load_takes(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tiktoken") is not None, reason="tiktoken is installed")
-def test_check_warns_of_a_tokenizer_whose_library_is_missing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_warns_of_a_tokenizer_whose_library_is_missing(run: Run, tmp_path: Path) -> None:
     for name, text in (("ranks", b"IQ== 0\nIg== 1\n"), ("pieces", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")):
         (write(tmp_path / name) / "tokenizer.model").write_bytes(text)
     path = preset(tmp_path, "[ranks]\nmodel = ranks\n[pieces]\nmodel = pieces\n")
-    code, out, _ = run(capsys, "check", path)
+    code, out, _ = run("check", path)
     warning, last = out.splitlines()
     assert (code, last) == (0, "2 models, no fault: ranks pieces")
     needs = f"{tmp_path}/ranks/tokenizer.model needs the library tiktoken"
     assert warning == f"warning: {path}:2: [ranks] {needs}, which {sys.executable} lacks: pip install tiktoken"
 
 
-def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_a_draft_model_with_other_tokens(run: Run, tmp_path: Path) -> None:
     kinds = {
         "pairs": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]},
         "longer": {"model": {"vocab": {"a": 0, "b": 1, "<s>": 2, "c": 3}}},
@@ -365,28 +334,27 @@ def test_check_reports_a_draft_model_with_other_tokens(capsys: pytest.CaptureFix
     drafts = ("longer", "unigrams", "unknown", "other")
     sections = "".join(f"[{draft}]\nmodel = pairs\nmodel-draft = {draft}\n" for draft in drafts)
     path = preset(tmp_path, f"{sections}[own]\nmodel = pairs\nmodel-draft = other\ntokenizer = other\n")
-    code, out, _ = run(capsys, "check", path)
+    out = run("check", path, code=1).out
     why = "its tokenizer is another one: token 0 is 'b' and not 'a'; name a draft model of the same family"
-    assert code == 1
     assert out.splitlines() == [f"{path}:12: [other] model-draft = {tmp_path}/other: {why}", "1 fault"]
 
 
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
 
 
-def test_check_shows_which_presets_share_a_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_shows_which_presets_share_a_worker(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, SHARED)
-    assert run(capsys, "check", path) == (0, "one worker for exact poet\n3 models, no fault: exact alone poet\n", "")
-    code, out, _ = run(capsys, "check", "--json", path)
-    shares = {model["id"]: model["shares"] for model in json.loads(out)["models"]}
-    assert (code, shares) == (0, {"exact": ["poet"], "alone": [], "poet": ["exact"]})
-    assert run(capsys, "check", path, "--temp", "1", "--ctx-size", "64")[1].splitlines() == [
+    assert run("check", path) == (0, "one worker for exact poet\n3 models, no fault: exact alone poet\n", "")
+    models = run("check", "--json", path, code=0).document["models"]
+    shares = {model["id"]: model["shares"] for model in models}
+    assert shares == {"exact": ["poet"], "alone": [], "poet": ["exact"]}
+    assert run("check", path, "--temp", "1", "--ctx-size", "64")[1].splitlines() == [
         "one worker for exact alone poet", "3 models, no fault: exact alone poet",
     ], "flags win over sections"  # fmt: skip
 
 
 def test_check_reports_keys_of_placement_that_this_machine_does_not_honour(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = preset(
@@ -404,26 +372,24 @@ def test_check_reports_keys_of_placement_that_this_machine_does_not_honour(
         "d: pipeline-parallel is for 2 accelerators, and there is none that it may use; change it",
         "f: device = cuda, and there is no accelerator here, so the CPU computes",
     ]
-    code, out, _ = run(capsys, "check", path)
-    assert (code, out.splitlines()) == (
-        0, [*(f"warning: {each}" for each in expected), "7 models, no fault: a b c d e f g"]
-    )  # fmt: skip
-    assert json.loads(run(capsys, "check", "--json", path)[1])["placement_warnings"] == expected
+    lines = run("check", path, code=0).out.splitlines()
+    assert lines == [*(f"warning: {each}" for each in expected), "7 models, no fault: a b c d e f g"]
+    assert run("check", "--json", path).document["placement_warnings"] == expected
 
 
-def test_check_without_a_file_reads_the_same_presets_as_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "check", "--demo")[1].startswith("5 models, no fault: demo-chat ")
-    assert run(capsys, "check", "-m", "org/a", "-hf", "org/b", "--model_path", "demo:c") == (
+def test_check_without_a_file_reads_the_same_presets_as_serve(run: Run) -> None:
+    assert run("check", "--demo")[1].startswith("5 models, no fault: demo-chat ")
+    assert run("check", "-m", "org/a", "-hf", "org/b", "--model_path", "demo:c") == (
         0, "3 models, no fault: org/a demo-c org/b\n", ""
     )  # fmt: skip
 
 
-def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reads_the_very_command_line_that_would_serve(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, GOOD)
     words = ("--port", "0", "--models-memory-margin", "2048", "--no-fork-server")
-    assert run(capsys, "check", path, *words) == (0, "2 models, no fault: a b\n", "")
-    assert run(capsys, *words, "check", path)[0] == 0
-    assert run(capsys, "check", path, "--port", "x")[::2] == (2, '--port: "x" is not a whole number from 0 to 65535\n')
+    assert run("check", path, *words) == (0, "2 models, no fault: a b\n", "")
+    assert run(*words, "check", path)[0] == 0
+    assert run("check", path, "--port", "x")[::2] == (2, '--port: "x" is not a whole number from 0 to 65535\n')
 
 
 def test_a_full_disk_is_reported_in_one_line() -> None:
@@ -434,16 +400,13 @@ def test_a_full_disk_is_reported_in_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, b"router: No space left on device\n")
 
 
-def test_a_missing_file_is_a_fault_of_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "check", "gone.ini")[:2] == (1, "gone.ini: no such file or directory\n1 fault\n")
+def test_a_missing_file_is_a_fault_of_check(run: Run) -> None:
+    assert run("check", "gone.ini")[:2] == (1, "gone.ini: no such file or directory\n1 fault\n")
 
 
-def test_effective_settings_come_with_their_origin_and_without_secrets(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_effective_settings_come_with_their_origin_and_without_secrets(run: Run, tmp_path: Path) -> None:
     path = preset(tmp_path, GOOD)
-    code, out, _ = run(capsys, "--parallel", "2", "check", path, "--effective", "--seed", "7", "--no-pin")
-    assert code == 0
+    out = run("--parallel", "2", "check", path, "--effective", "--seed", "7", "--no-pin", code=0).out
     rows = [line.split() for line in out.splitlines()]
     assert ["ctx-size", "=", "512", ";", f"{path}:3"] in rows
     assert ["parallel", "=", "2", ";", "--parallel"] in rows
@@ -453,32 +416,26 @@ def test_effective_settings_come_with_their_origin_and_without_secrets(
     assert "hidden" not in out
 
 
-def test_check_speaks_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = run(capsys, "check", "--json", "--effective", preset(tmp_path, GOOD))
-    document = json.loads(out)
-    assert (code, document["schema"], document["problems"]) == (0, 1, [])
+def test_check_speaks_json(run: Run, tmp_path: Path) -> None:
+    document = run("check", "--json", "--effective", preset(tmp_path, GOOD), code=0).document
+    assert (document["schema"], document["problems"]) == (1, [])
     assert [(model["id"], model["aliases"]) for model in document["models"]] == [("a", []), ("b", ["bee"])]
-    assert {"key": "model", "value": "demo:a", "origin": f"{tmp_path}/models.ini:2"} in document["models"][0][
-        "settings"
-    ]
-    code, out, _ = run(capsys, "check", "--json", preset(tmp_path, BAD))
-    document = json.loads(out)
-    assert (code, document["models"]) == (1, [])
+    setting = {"key": "model", "value": "demo:a", "origin": f"{tmp_path}/models.ini:2"}
+    assert setting in document["models"][0]["settings"]
+    document = run("check", "--json", preset(tmp_path, BAD), code=1).document
+    assert document["models"] == []
     assert document["problems"][0] == {
         "file": f"{tmp_path}/models.ini", "line": 3, "section": "a", "key": "ctx-sise",
         "message": 'unknown key "ctx-sise"', "suggestion": "ctx-size",
     }  # fmt: skip
-    code, out, _ = run(capsys, "check", "--json", "--swap-patience", "x")
-    assert code == 2
-    assert json.loads(out)["error"]["code"] == "configuration"
+    assert run("check", "--json", "--swap-patience", "x", code=2).document["error"]["code"] == "configuration"
 
 
 # Help
 
 
-def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "serve", "--help")
-    assert code == 0
+def test_help_shows_every_option_in_its_group(run: Run) -> None:
+    out = run("serve", "--help", code=0).out
     places = [out.index(f"\n{group}:\n") for group in settings.GROUPS]
     assert places == sorted(places)
     shown = " ".join(out.split())
@@ -488,9 +445,8 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
     assert "tensor-parallel" not in out
 
 
-def test_the_first_help_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
+def test_the_first_help_is_short_and_says_where_the_rest_is(run: Run) -> None:
+    out = run("--help", code=0).out
     assert out.count("\n") < 60
     shown = " ".join(out.split())
     for words in ("router org/name serve a model", "check Read presets", "-m, --model MODEL", "router serve --help"):
@@ -498,8 +454,8 @@ def test_the_first_help_is_short_and_says_where_the_rest_is(capsys: pytest.Captu
     assert "..." not in out.partition("Commands:")[2].partition("Options:")[0]
 
 
-def test_the_help_of_a_command_shows_the_options_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
-    check, estimate = (run(capsys, command, "--help")[1] for command in ("check", "estimate"))
+def test_the_help_of_a_command_shows_the_options_that_it_uses(run: Run) -> None:
+    check, estimate = (run(command, "--help")[1] for command in ("check", "estimate"))
     assert all(flag in check for flag in ("--models-preset", "--default-model", "--swap-patience"))
     assert not any(flag in check for flag in ("--port", "fork-server", "--state-dir"))
     assert all(flag in estimate for flag in ("--device-limit", "fork-server", "--state-dir"))
@@ -507,28 +463,25 @@ def test_the_help_of_a_command_shows_the_options_that_it_uses(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("command", ["download", "estimate", "prepare"])
-def test_commands_for_one_model_accept_swap_patience_but_do_not_show_it(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "--swap-patience" not in run(capsys, command, "--help")[1]
+def test_commands_for_one_model_accept_swap_patience_but_do_not_show_it(command: str, tmp_path: Path, run: Run) -> None:
+    assert "--swap-patience" not in run(command, "--help")[1]
     (tmp_path / "config.json").write_text("{}")
     file = preset(tmp_path, f"[a]\nmodel = {tmp_path}\nmin-residency = 15\n")
     for seconds, is_valid in (("10", False), ("20", True)):
-        err = run(capsys, command, "--models-preset", file, "--swap-patience", seconds, "a")[2]
+        err = run(command, "--models-preset", file, "--swap-patience", seconds, "a")[2]
         assert ("min-residency must not be more" in err) is not is_valid
 
 
-def test_help_of_model_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help-model-keys")
-    assert code == 0
+def test_help_of_model_keys_shows_every_key(run: Run) -> None:
+    out = run("--help-model-keys", code=0).out
     assert all(f"\n  {key.name} " in out for key in presets.KEYS)
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_packages(run: Run) -> None:
     from router import __version__
 
-    assert run(capsys, "--version")[:2] == (0, f"router, version {__version__}\n")
+    assert run("--version")[:2] == (0, f"router, version {__version__}\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from router import DISTRIBUTION
 from tests.processes.routers import ROOT, fake_python
-from tests.router.cli.test_estimate import write
+from tests.router.cli.commands import write
 
 HIDDEN = """
 import sys
