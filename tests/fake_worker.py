@@ -25,25 +25,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
 
 from worker.program import fork_server, supervision
+from worker.protocol import events
 from worker.protocol.argv import Command, Convert, Download, Estimate, ForkServerOptions, Profile, Serve, from_argv
-from worker.protocol.events import (
-    MAX_EVENT_BYTES,
-    Converted,
-    Downloaded,
-    Estimated,
-    Exit,
-    Failed,
-    Prepared,
-    Progress,
-    Pulse,
-    Ready,
-    RequestEnded,
-    encode,
-)
 from worker.protocol.orders import decode_grant
 
 MIB = 1 << 20
-LONG_LINE = 2 * MAX_EVENT_BYTES
+LONG_LINE = 2 * events.MAX_EVENT_BYTES
 DONE = b"data: [DONE]\n\n"
 
 
@@ -117,7 +104,7 @@ class Behaviour(Answer):
 
 NAMED: Mapping[str, Mapping[str, Any]] = {
     "dies-at-start": {"die_at_start": 1, "last_words": "fake: told to die at start"},
-    "unusable": {"die_at_start": Exit.UNUSABLE, "message": "config.json names no architecture"},
+    "unusable": {"die_at_start": events.Exit.UNUSABLE, "message": "config.json names no architecture"},
     "deaf": {"deaf": True},
     "ignores-sigterm": {"ignore_sigterm": True},
     "dies-mid-stream": {"die_after": 3, "die_code": -signal.SIGKILL},
@@ -222,7 +209,7 @@ class FakeWorker:
             self._make_noise()
         if wrong.die_at_start is not None:
             if wrong.message:
-                self.tied.send(Failed(message=wrong.message))
+                self.tied.send(events.Failed(message=wrong.message))
             die(wrong.die_at_start)
         if wrong.deaf:
             sleep_for_ever()
@@ -239,9 +226,9 @@ class FakeWorker:
         self.note(f"grandchild {child.pid}")
 
     def _make_noise(self) -> None:
-        foreign = Ready(address="unix:/somewhere/else.sock", measured={})
+        foreign = events.Ready(address="unix:/somewhere/else.sock", measured={})
         lines = (b"Loading checkpoint shards: 100%", b'{"event":"unheard_of"}', b"\xff\xfe", b"[1,2]", b"null")
-        for line in (*lines, b"x" * LONG_LINE, encode(foreign).strip()):
+        for line in (*lines, b"x" * LONG_LINE, events.encode(foreign).strip()):
             self._write_raw(line + b"\n")
 
     def _write_raw(self, data: bytes) -> None:
@@ -255,10 +242,10 @@ class FakeWorker:
         wrong = self.wrong
         total = max(1, wrong.load_steps)
         for step in range(wrong.load_steps):
-            self.tied.send(Progress(stage="weights", done=step, total=total))
+            self.tied.send(events.Progress(stage="weights", done=step, total=total))
             time.sleep(wrong.load_interval)
         while wrong.stuck_progress:
-            self.tied.send(Progress(stage="weights", done=0, total=total))
+            self.tied.send(events.Progress(stage="weights", done=0, total=total))
             time.sleep(wrong.load_interval)
         while wrong.hold_load and not os.path.exists(wrong.hold_load):
             time.sleep(0.005)
@@ -282,20 +269,20 @@ class FakeWorker:
             name = (command.repo or command.demo).replace("/", "--")
             folder = str(Path(command.cache or command.target or os.environ.get("TMPDIR", "/tmp")) / name)
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self.tied.send(Downloaded(snapshot=folder))
+        self.tied.send(events.Downloaded(snapshot=folder))
 
     def estimate(self, command: Estimate) -> None:
         self.load()
         zeros = [0] * len(command.devices)
         default = {"weights": [64 * MIB for _ in zeros], "context": zeros, "compute": zeros, "runtime": zeros}
-        self.tied.send(Estimated(**(default | self.wrong.estimated)))
+        self.tied.send(events.Estimated(**(default | self.wrong.estimated)))
 
     def prepare(self, command: Serve) -> Serve:
         """Return once it may load."""
         if not command.prepare:
             return command
         self.note("prepared")
-        self.tied.send(Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
+        self.tied.send(events.Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
         go = decode_grant(self.tied.receive_line())
         os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
         self.note("told to go")
@@ -310,7 +297,7 @@ class FakeWorker:
         if not self.wrong.ignore_sigterm:
             loop.add_signal_handler(signal.SIGTERM, stop.set)
         address, server = await self._listen(command)
-        ready = Ready(
+        ready = events.Ready(
             address=address, measured=self.measured(), capabilities=["chat", "completion", "embedding"], n_ctx=8192
         )
         self.note("ready")
@@ -339,7 +326,7 @@ class FakeWorker:
         while not self.wrong.silent:
             if not self.hanging:
                 self.steps += self.running
-            pulse = Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
+            pulse = events.Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
             self.tied.send(pulse)
             await asyncio.sleep(self.wrong.pulse_interval)
 
@@ -414,7 +401,7 @@ class FakeWorker:
             await asyncio.wait({work, gone})
         self.note(f"{'done' if complete else 'cancelled'} {id}")
         outcome = "ok" if complete else "cancelled"
-        self.tied.send(RequestEnded(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
+        self.tied.send(events.RequestEnded(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
         return complete
 
     async def _answer(
@@ -514,7 +501,7 @@ def main(argv: list[str]) -> None:
         worker.estimate(command)
     elif isinstance(command, Convert):
         worker.load()
-        tied.send(Converted(weights=0))
+        tied.send(events.Converted(weights=0))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))
 

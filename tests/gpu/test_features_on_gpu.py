@@ -11,17 +11,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests import tiny
+from tests.worker import loaded
 from tests.worker.every_kind import comparable, prompts, requests
-from tests.worker.loaded import (
-    DEADLINE,
-    GREEDY,
-    CollectedChoice,
-    LateThread,
-    collect_choices,
-    generation,
-    load,
-    serving,
-)
 from tests.worker.stepped import journaled
 from worker.engines.transformers.load import fused_norms
 from worker.engines.transformers.schedule.scheduler import Batch
@@ -34,14 +25,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no accelerator here"),
 ]
-Answers = list[list[CollectedChoice]]
+Answers = list[list[loaded.CollectedChoice]]
 
 
 async def answers(folder: Path, device: str, wanted: list[GenerationRequest], **changes: Any) -> Answers:
     """Answers to `wanted`, requested at once."""
-    engine = load(folder, devices=(device,), ctx_size=128, parallel=4, prefill_chunk=16, dtype="float32", **changes)
-    async with serving(engine), asyncio.timeout(DEADLINE):
-        return list(await asyncio.gather(*(collect_choices(engine, each) for each in wanted)))
+    engine = loaded.load(
+        folder, devices=(device,), ctx_size=128, parallel=4, prefill_chunk=16, dtype="float32", **changes
+    )
+    async with loaded.serving(engine), asyncio.timeout(loaded.DEADLINE):
+        return list(await asyncio.gather(*(loaded.collect_choices(engine, each) for each in wanted)))
 
 
 @pytest.mark.parametrize(
@@ -75,18 +68,20 @@ async def test_every_kind_of_request_gets_the_answer_of_the_cpu(
 async def test_late_masks_of_a_grammar_change_no_text(tmp_path: Path) -> None:
     """A sequence without a mask gets no token in a step, which waits for the mask until the logits are computed."""
     folder = tiny.make("llama", tmp_path)
-    held = generation(prompts()[1], max_tokens=20, grammar=Grammar("regex", "[a-z ]{12}[0-9]{4}"))
-    free = generation(prompts()[2], max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    held = loaded.generation(prompts()[1], max_tokens=20, grammar=Grammar("regex", "[a-z ]{12}[0-9]{4}"))
+    free = loaded.generation(prompts()[2], max_tokens=60, sampling=replace(loaded.GREEDY, ignore_eos=True))
     expected = await answers(folder, "cpu", [held, free])
-    async with serving(load(folder, devices=(DEVICE,), ctx_size=128, parallel=4, dtype="float32")) as engine:
-        late = LateThread()
+    async with loaded.serving(
+        loaded.load(folder, devices=(DEVICE,), ctx_size=128, parallel=4, dtype="float32")
+    ) as engine:
+        late = loaded.LateThread()
         engine._grammars._mask_threads = (late, late)
-        task = asyncio.create_task(collect_choices(engine, held))
-        neighbour = CollectedChoice()
+        task = asyncio.create_task(loaded.collect_choices(engine, held))
+        neighbour = loaded.CollectedChoice()
         async for delta in engine.generate(free):
             neighbour.add(delta)
             late.run_one()
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(loaded.DEADLINE):
             while not task.done():
                 late.run_one()
                 await asyncio.sleep(0)
@@ -97,7 +92,7 @@ async def test_without_memory_for_a_step_smaller_ones_give_the_text_of_the_cpu(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny.make("llama", tmp_path)
-    wanted = [generation(each, max_tokens=12) for each in prompts()[:3]]
+    wanted = [loaded.generation(each, max_tokens=12) for each in prompts()[:3]]
     refused: list[int] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -106,8 +101,8 @@ async def test_without_memory_for_a_step_smaller_ones_give_the_text_of_the_cpu(
             torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
 
     engine, _ = journaled(folder, fault, devices=(DEVICE,), ctx_size=128, parallel=4, dtype="float32")
-    async with serving(engine), asyncio.timeout(DEADLINE):
-        found = list(await asyncio.gather(*(collect_choices(engine, each) for each in wanted)))
+    async with loaded.serving(engine), asyncio.timeout(loaded.DEADLINE):
+        found = list(await asyncio.gather(*(loaded.collect_choices(engine, each) for each in wanted)))
     assert "out of memory in a step of 3 sequences" in caplog.text
     assert comparable(found) == comparable(await answers(folder, "cpu", wanted))
 
@@ -123,7 +118,7 @@ async def test_a_draft_model_changes_no_text(family: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 async def test_a_quantized_cache_gives_the_text_of_the_cpu(kind: str, tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
-    wanted = [generation(each, max_tokens=12) for each in prompts()]
+    wanted = [loaded.generation(each, max_tokens=12) for each in prompts()]
     found = [await answers(folder, device, wanted, kv_cache_dtype=kind) for device in (DEVICE, "cpu")]
     assert comparable(found[0]) == comparable(found[1])
 
@@ -149,7 +144,7 @@ async def test_adapters_give_the_text_of_the_cpu(tmp_path: Path) -> None:
     ]
     changes: dict[str, Any] = {"adapters": encode_adapters(sources), "max_loras": 2}
     wanted = [
-        generation(prompt, max_tokens=20, adapter=AdapterChoice(name) if name else None)
+        loaded.generation(prompt, max_tokens=20, adapter=AdapterChoice(name) if name else None)
         for prompt in prompts()
         for name in ("", "first", "second")
     ]
@@ -163,8 +158,8 @@ async def test_images_give_the_text_of_the_cpu(tmp_path: Path) -> None:
 
     folder, found = tiny_vision.make("llava", tmp_path), []
     for device in (DEVICE, "cpu"):
-        engine = load(folder, devices=(device,), ctx_size=400, parallel=3, prefill_chunk=11, dtype="float32")
-        async with serving(engine), asyncio.timeout(DEADLINE):
+        engine = loaded.load(folder, devices=(device,), ctx_size=400, parallel=3, prefill_chunk=11, dtype="float32")
+        async with loaded.serving(engine), asyncio.timeout(loaded.DEADLINE):
             assert engine.vision is not None
             images = [
                 EncodedImage(f"image {seed}", tiny_vision.encoded(tiny_vision.picture(40, 30, seed=seed)))
@@ -173,9 +168,9 @@ async def test_images_give_the_text_of_the_cpu(tmp_path: Path) -> None:
             text = "<s>Compare PLACE with PLACE now.".replace("PLACE", engine.vision.placeholder)
             tokens, seen = await engine.vision.read(text, images)
             wanted = GenerationRequest(
-                id="test", prompt=tuple(tokens), prompt_images=seen, sampling=GREEDY, max_tokens=24
+                id="test", prompt=tuple(tokens), prompt_images=seen, sampling=loaded.GREEDY, max_tokens=24
             )
-            found.append([await collect_choices(engine, wanted)])
+            found.append([await loaded.collect_choices(engine, wanted)])
     assert comparable(found[0]) == comparable(found[1])
 
 
@@ -184,7 +179,7 @@ async def test_vectors_are_those_of_the_cpu(family: str, tmp_path: Path) -> None
     folder, found = tiny.make(family, tmp_path), []
     texts = [EncoderInput(tuple(range(3, 3 + length))) for length in (4, 31, 1, 9, 60, 5, 12)]
     for device in (DEVICE, "cpu"):
-        async with serving(load(folder, devices=(device,), parallel=3, prefill_chunk=64)) as engine:
+        async with loaded.serving(loaded.load(folder, devices=(device,), parallel=3, prefill_chunk=64)) as engine:
             found.append(await engine.embed(texts))
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, abs=1e-4)

@@ -6,28 +6,17 @@ from pathlib import Path
 import pytest
 
 from router.config.effective import BUILT_IN
+from tests.migration import option_tables
 from tests.migration.documented import DOCUMENTED
-from tests.migration.option_tables import (
-    GIVERS,
-    NO_CHANGE,
-    PAGES,
-    REQUEST_MEMBERS,
-    VERDICTS,
-    Outcome,
-    Row,
-    build_world,
-    outcome,
-    rows,
-)
 from tests.migration.request_members import DOCUMENTED_MEMBERS
 
-ROWS = [row for page in sorted(PAGES.glob("*.md")) for row in rows(page)]
+ROWS = [row for page in sorted(option_tables.PAGES.glob("*.md")) for row in option_tables.rows(page)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
-    build_world(folder)
+    option_tables.build_world(folder)
     return folder
 
 
@@ -40,14 +29,14 @@ def _only_the_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def without(heading: str, page: str) -> Outcome:
+def without(heading: str, page: str) -> option_tables.Outcome:
     """The outcome for the model of the tables without any option, or of the page's request without further members."""
-    return outcome(heading if heading == REQUEST_MEMBERS else "Preset keys", (), page)
+    return option_tables.outcome(heading if heading == option_tables.REQUEST_MEMBERS else "Preset keys", (), page)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
-    found = outcome(row.heading, row.given, row.page)
+def test_an_option_has_the_effect_of_its_row(row: option_tables.Row) -> None:
+    found = option_tables.outcome(row.heading, row.given, row.page)
     messages = found.problems if row.verdict == "refused" else found.warnings
     for words in row.messages:
         assert words in messages
@@ -68,12 +57,12 @@ def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
 
 def test_no_row_is_silent() -> None:
     for row in ROWS:
-        assert row.heading in (*GIVERS, REQUEST_MEMBERS), row
+        assert row.heading in (*option_tables.GIVERS, option_tables.REQUEST_MEMBERS), row
         assert row.given, row
-        assert row.verdict in VERDICTS, row
+        assert row.verdict in option_tables.VERDICTS, row
         if row.verdict in ("no effect", "refused"):
             assert row.messages, row
-        elif row.effect.startswith(NO_CHANGE):
+        elif row.effect.startswith(option_tables.NO_CHANGE):
             others = [other for other in ROWS if (other.page, other.option) == (row.page, row.option)]
             assert any(other.messages or other.settings for other in others), f"{row}: no row shows another value"
         else:
@@ -87,7 +76,7 @@ def test_no_row_stands_in_a_page_twice() -> None:
 
 @pytest.mark.parametrize("page", DOCUMENTED_MEMBERS)
 def test_every_request_member_in_the_documents_of_a_system_has_a_row(page: str) -> None:
-    listed = {row.option.strip("`") for row in ROWS if (row.page, row.heading) == (page, REQUEST_MEMBERS)}
+    listed = {row.option.strip("`") for row in ROWS if (row.page, row.heading) == (page, option_tables.REQUEST_MEMBERS)}
     assert [member for member in DOCUMENTED_MEMBERS[page].split() if member not in listed] == []
 
 

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 
+from router import errors
 from router.api.status import status
 from router.config.settings import Settings
-from router.errors import (
-    AlreadyRunning,
-    ApiError,
-    DoesNotFit,
-    Draining,
-    LoadFailed,
-    ModelNotLoaded,
-    NotRunning,
-    QueueTimeout,
-)
 from router.fleet.fleet import IDLE_LOOK
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, MIB, FakeModel
@@ -164,7 +155,7 @@ async def test_a_ready_model_waits_for_nobody() -> None:
 async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nothing() -> None:
     world = Schedule({"a": GIB, "huge": 20 * GIB}, margin=GIB)
     await world.ask("a")
-    with pytest.raises(DoesNotFit) as refused:
+    with pytest.raises(errors.DoesNotFit) as refused:
         await world.ask("huge")
     row = refused.value.extra["devices"]["cpu"]
     assert row == {"required_mib": 20480, "available_mib": 7168, "margin_mib": 1024}
@@ -206,7 +197,9 @@ async def test_a_refusal_names_the_reason_for_which_there_is_no_exact_estimate()
     lost = WorkerLost("a: no end of the estimate after 20 s", cause="stalled")
     world = Schedule({"a": GIB}, totals={CPU: 256 * MIB}, stated=False)
     world.launcher.models["a"].estimate_fails = [lost]
-    with pytest.raises(DoesNotFit, match=r"\(an upper bound; no exact estimate: no end of the estimate after 20 s\); "):
+    with pytest.raises(
+        errors.DoesNotFit, match=r"\(an upper bound; no exact estimate: no end of the estimate after 20 s\); "
+    ):
         await world.ask("a")
     assert world.journal == ["estimate a"]
 
@@ -221,7 +214,7 @@ async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobo
     late = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
     await world.ask("c")
-    with pytest.raises(QueueTimeout, match=r"waited 20 s for its exact memory estimate; try again"):
+    with pytest.raises(errors.QueueTimeout, match=r"waited 20 s for its exact memory estimate; try again"):
         await late
 
 
@@ -252,7 +245,7 @@ async def test_no_eviction_for_a_client_that_left() -> None:
 
 async def test_autoload_off_loads_nothing() -> None:
     world = Schedule({"a": GIB}, settings=Settings(models_autoload=False))
-    with pytest.raises(ModelNotLoaded):
+    with pytest.raises(errors.ModelNotLoaded):
         await world.ask("a")
     await world.fleet.load("a")
     assert await world.ask("a") == 0.0
@@ -260,22 +253,22 @@ async def test_autoload_off_loads_nothing() -> None:
 
 async def test_load_and_unload_reject_what_is_already_done() -> None:
     world = Schedule({"a": GIB})
-    with pytest.raises(NotRunning):
+    with pytest.raises(errors.NotRunning):
         world.fleet.unload("a")
     loading = world.fleet.load("a")
-    with pytest.raises(AlreadyRunning):
+    with pytest.raises(errors.AlreadyRunning):
         world.fleet.load("a")
     await loading
-    with pytest.raises(AlreadyRunning):
+    with pytest.raises(errors.AlreadyRunning):
         world.fleet.load("a")
     (worker,) = world.fleet.unload("a")
-    with pytest.raises(NotRunning):
+    with pytest.raises(errors.NotRunning):
         world.fleet.unload("a")
     await worker.stopped.wait()
     assert world.fleet.models["a"].reason == "requested"
 
 
-async def answer_until_cut(world: Schedule) -> tuple[float, ApiError | None]:
+async def answer_until_cut(world: Schedule) -> tuple[float, errors.ApiError | None]:
     """Answer a request for `a` until the worker ends it; return the time of that and the cause."""
     cut = asyncio.Event()
     with world.fleet.lease("a") as lease:
@@ -294,7 +287,7 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     again = asyncio.create_task(world.ask("a"))
     at, error = await answer
     assert at - began == pytest.approx(30.0)
-    assert isinstance(error, Draining)
+    assert isinstance(error, errors.Draining)
     await worker.stopped.wait()
     await again
 
@@ -318,7 +311,7 @@ async def test_a_final_failure_is_not_retried_without_a_load_command_or_new_file
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [WorkerLost("no such architecture", cause="load_failed", exit=3)]
     for _ in range(3):
-        with pytest.raises(LoadFailed, match="no such architecture"):
+        with pytest.raises(errors.LoadFailed, match="no such architecture"):
             await world.ask("a")
         await asyncio.sleep(100)
     assert world.journal == ["start a"]
@@ -406,9 +399,9 @@ async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     await asyncio.sleep(0.5)
     closing = asyncio.create_task(world.fleet.close())
     await asyncio.sleep(0)
-    with pytest.raises(Draining):
+    with pytest.raises(errors.Draining):
         await world.ask("a")
-    assert isinstance((await gather(loading))[0], Draining)
+    assert isinstance((await gather(loading))[0], errors.Draining)
     await closing
     assert world.fleet.workers() == []
     assert world.launcher.running == {}
@@ -450,5 +443,5 @@ async def test_a_refused_load_is_never_reported_as_queued() -> None:
         for _ in range(passes):
             await asyncio.sleep(0)
         world.fleet.scheduler.plan_soon()
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(errors.DoesNotFit):
             await loading

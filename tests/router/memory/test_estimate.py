@@ -35,24 +35,14 @@ from router.memory.estimate import (
 )
 from router.memory.segments import compute_bytes, head_bytes, kv_type_differs, weight_bytes
 from tests.router.checkpoints import QWEN3_4B, checkpoints, most_context, preset, presets
+from worker.protocol import memory
 from worker.protocol.events import Estimated
-from worker.protocol.memory import (
-    ATTENTION_TILE_BYTES,
-    DEVICE_PROCESS_HOST_BYTES,
-    GATHERED_BYTES,
-    GRAMMAR_BYTES,
-    GRAMMAR_ENTRY_BYTES,
-    GRAPH_BYTES,
-    KERNEL_CODE_BYTES,
-    KERNEL_CODES,
-    STAGING_BYTES,
-)
 
 MIB = 1 << 20
 
-GRAMMARS = GRAMMAR_BYTES + 151936 * GRAMMAR_ENTRY_BYTES
+GRAMMARS = memory.GRAMMAR_BYTES + 151936 * memory.GRAMMAR_ENTRY_BYTES
 TOKENIZER = 151936 * TOKENIZER_BYTES
-BESIDE = DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + STAGING_BYTES
+BESIDE = memory.DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + memory.STAGING_BYTES
 
 
 def test_the_kv_cache_counts_kv_heads_and_the_stated_head_size() -> None:
@@ -303,7 +293,7 @@ def test_steps_are_larger_on_an_accelerator_unless_their_masks_or_scores_take_to
 def test_each_thread_has_a_workspace() -> None:
     long = preset(prefill_chunk=2048)
     one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
-    assert many.total - one.total >= 31 * ATTENTION_TILE_BYTES
+    assert many.total - one.total >= 31 * memory.ATTENTION_TILE_BYTES
     assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
 
 
@@ -317,9 +307,11 @@ def test_cuda_graphs_count_unless_they_are_turned_off() -> None:
     def compute(**changes: Any) -> int:
         return estimate(QWEN3_4B, preset(**changes), on_host=False).compute[0]
 
-    assert compute(parallel=1) - compute(parallel=1, enforce_eager=True) >= 10 * GRAPH_BYTES
+    assert compute(parallel=1) - compute(parallel=1, enforce_eager=True) >= 10 * memory.GRAPH_BYTES
     most = compute(ctx_size=32768, parallel=64) - compute(ctx_size=32768, parallel=64, enforce_eager=True)
-    assert GATHERED_BYTES < most < 4 * GATHERED_BYTES, "what is gathered is bounded, however long the context"
+    assert memory.GATHERED_BYTES < most < 4 * memory.GATHERED_BYTES, (
+        "what is gathered is bounded, however long the context"
+    )
 
 
 def test_compiled_kernels_count_on_main_memory_only() -> None:
@@ -328,7 +320,7 @@ def test_compiled_kernels_count_on_main_memory_only() -> None:
         estimate(small, preset(ctx_size=64, parallel=1, enforce_eager=True), on_host=way).compute[0]
         for way in (True, False)
     )
-    assert host > KERNEL_CODE_BYTES * KERNEL_CODES > device
+    assert host > memory.KERNEL_CODE_BYTES * memory.KERNEL_CODES > device
 
 
 def test_eager_attention_keeps_all_scores() -> None:

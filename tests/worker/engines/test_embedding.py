@@ -15,20 +15,12 @@ import transformers
 from tests import tiny
 from tests.pickled import poison
 from tests.worker.loaded import complete_one, load, serving
+from worker import errors
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import sentence_transformers_config
 from worker.engines.transformers.load.sentence_transformers_config import Dense, EmbedderConfig, Pooling
 from worker.engines.transformers.load_encoder import warm_up
 from worker.engines.transformers.run.pooling import PoolingHead, activation, normalized, pool
-from worker.errors import (
-    ContextExceeded,
-    Draining,
-    InvalidValue,
-    QueueFull,
-    SequenceFailed,
-    StartError,
-    UnsupportedByModel,
-)
 from worker.interface import EncoderInput
 
 TOKENS = [tuple(range(3, 3 + length)) for length in (4, 31, 1, 9, 60, 5, 12)]
@@ -91,7 +83,9 @@ async def test_t5_embeds_with_its_encoder_whether_the_decoder_is_there_or_not(na
 
 def test_a_reranker_that_answers_in_words_is_refused_with_a_way_out(tmp_path: Path) -> None:
     """As Qwen3-Reranker, which says yes or no."""
-    with pytest.raises(StartError, match=r"names LlamaForCausalLM; take a conversion .* for sequence classification"):
+    with pytest.raises(
+        errors.StartError, match=r"names LlamaForCausalLM; take a conversion .* for sequence classification"
+    ):
         load(tiny.make("llama", tmp_path), task="rerank")
 
 
@@ -101,18 +95,18 @@ def test_an_architecture_without_hidden_states_is_refused(tmp_path: Path) -> Non
     )
     transformers.DPRQuestionEncoder(config).save_pretrained(tmp_path)
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="'dpr' cannot be served"):
+    with pytest.raises(errors.StartError, match="'dpr' cannot be served"):
         load(tmp_path)
 
 
 async def test_invalid_texts_are_rejected(engine: TransformersEngine) -> None:
-    with pytest.raises(ContextExceeded):
+    with pytest.raises(errors.ContextExceeded):
         await engine.embed([PROMPTS[0], EncoderInput((5,) * 257)])
-    with pytest.raises(InvalidValue, match="vocabulary"):
+    with pytest.raises(errors.InvalidValue, match="vocabulary"):
         await engine.embed([EncoderInput((5, 9999))])
-    with pytest.raises(InvalidValue, match="empty"):
+    with pytest.raises(errors.InvalidValue, match="empty"):
         await engine.embed([EncoderInput(())])
-    with pytest.raises(UnsupportedByModel):
+    with pytest.raises(errors.UnsupportedByModel):
         await complete_one(engine, TOKENS[0])
     assert await engine.embed([]) == []
     assert len((await engine.embed([EncoderInput((5,) * 256)]))[0]) == 64, "the longest input fits"
@@ -122,11 +116,11 @@ async def test_the_queue_of_embeddings_is_bounded_and_ends_with_the_engine(folde
     engine = load(folder, parallel=1, queue_size=1, prefill_chunk=8)
     running = [asyncio.create_task(engine.embed([PROMPTS[4]] * 500)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull):
+    with pytest.raises(errors.QueueFull):
         await engine.embed(PROMPTS[:1])
     await engine.close()
     for each in await asyncio.gather(*running, return_exceptions=True):
-        assert isinstance(each, Draining)
+        assert isinstance(each, errors.Draining)
 
 
 def test_pooling_looks_at_tokens_only() -> None:
@@ -178,9 +172,9 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
             engine.embed([good, good]), engine.embed([good, bad]), engine.embed([endless, good]), return_exceptions=True
         )
         assert isinstance(collected[0], list)
-        assert isinstance(collected[1], SequenceFailed)
+        assert isinstance(collected[1], errors.SequenceFailed)
         assert "secret" not in str(collected[1])
-        assert isinstance(collected[2], SequenceFailed)
+        assert isinstance(collected[2], errors.SequenceFailed)
         assert (await engine.embed([good]))[0] == pytest.approx(collected[0][0], abs=1e-6)
         assert engine.occupancy.waiting == 0
 
@@ -222,7 +216,7 @@ def test_an_architecture_that_mixes_padding_into_texts_of_some_lengths_is_refuse
         def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
             return [torch.tensor([1.02 if len(texts) > 1 and len(text.tokens) == 6 else 1.0]) for text in texts]
 
-    with pytest.raises(StartError, match="'mixing' cannot be served: a text gives other numbers in a batch"):
+    with pytest.raises(errors.StartError, match="'mixing' cannot be served: a text gives other numbers in a batch"):
         warm_up(Mixing(), kind="mixing", ctx_size=256, vocab_size=512, tolerance=0.01)
 
 
@@ -232,7 +226,7 @@ def test_an_architecture_that_fails_on_short_texts_is_refused(tmp_path: Path) ->
     )
     transformers.FunnelModel(config).save_pretrained(tmp_path)
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="'funnel' cannot be served"):
+    with pytest.raises(errors.StartError, match="'funnel' cannot be served"):
         load(tmp_path, ctx_size=64)
 
 
@@ -255,7 +249,7 @@ async def test_without_pooling_each_token_has_its_vector(tmp_path: Path) -> None
     async with serving(load(folder, pooling="none")) as engine:
         assert engine.capabilities == {"embedding"}
         found = await engine.embed_tokens(PROMPTS)
-        with pytest.raises(InvalidValue, match="/embedding"):
+        with pytest.raises(errors.InvalidValue, match="/embedding"):
             await engine.embed(PROMPTS)
     for prompt, rows in zip(PROMPTS, found, strict=True):
         assert (torch.tensor(rows) - hidden(folder, prompt.tokens)).abs().max() < 1e-4
@@ -304,7 +298,7 @@ def kinds(*names: str) -> list[dict[str, str]]:
 def test_a_layout_that_we_cannot_apply_is_refused_by_name(files: dict[str, Any], word: str, tmp_path: Path) -> None:
     for name, value in files.items():
         write(tmp_path, name, value)
-    with pytest.raises(StartError, match=word):
+    with pytest.raises(errors.StartError, match=word):
         sentence_transformers_config.read(tmp_path)
 
 
@@ -316,9 +310,9 @@ def test_the_requested_pooling_replaces_that_of_the_files(tmp_path: Path) -> Non
         sentence_transformers_config.Pooling(("last",)),
     )
     assert sentence_transformers_config.read(tmp_path, "none").steps == ()
-    with pytest.raises(StartError, match="cross-encoder"):
+    with pytest.raises(errors.StartError, match="cross-encoder"):
         sentence_transformers_config.read(tmp_path, "rank")
-    with pytest.raises(StartError, match="median"):
+    with pytest.raises(errors.StartError, match="median"):
         sentence_transformers_config.read(tmp_path, "median")
 
 
@@ -347,7 +341,7 @@ def test_a_pickled_layer_gives_the_vectors_of_the_same_one_in_safetensors(tmp_pa
     hidden, mask = torch.randn(2, 3, 64), torch.ones(2, 3, dtype=torch.bool)
     expected, found = (torch.stack(head.load()(hidden, mask, [0, 0])) for head in (plain, pickled))
     assert torch.equal(found, expected)
-    with pytest.raises(StartError, match="has more than tensors"):
+    with pytest.raises(errors.StartError, match="has more than tensors"):
         poisoned.load()
     assert not (tmp_path / "trace").exists()
 
@@ -361,21 +355,21 @@ def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             )
         )
     )
-    with pytest.raises(StartError, match="expects vectors of 64 components, but gets 128"):
+    with pytest.raises(errors.StartError, match="expects vectors of 64 components, but gets 128"):
         head.size(64)
     assert head.size(32) == 8
-    with pytest.raises(StartError, match=r"no model\.safetensors"):
+    with pytest.raises(errors.StartError, match=r"no model\.safetensors"):
         head.load()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(StartError, match=r"pytorch_model\.bin is damaged, or has more than tensors"):
+    with pytest.raises(errors.StartError, match=r"pytorch_model\.bin is damaged, or has more than tensors"):
         head.load()
     safetensors.torch.save_file({"linear.weight": torch.zeros(8, 63)}, tmp_path / "model.safetensors")
-    with pytest.raises(StartError, match=r"do not fit its config\.json"):
+    with pytest.raises(errors.StartError, match=r"do not fit its config\.json"):
         head.load()
 
 
 @pytest.mark.parametrize("path", ["os.system", "torch.nn.Linear", "torch.nn.functional.relu", "torch.load", ""])
 def test_an_activation_is_a_module_of_torch_and_nothing_else(path: str, tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=re.escape(repr(path))):
+    with pytest.raises(errors.StartError, match=re.escape(repr(path))):
         activation(path, tmp_path)
     assert isinstance(activation("torch.nn.modules.activation.GELU", tmp_path), torch.nn.GELU)

@@ -12,19 +12,9 @@ import pytest
 import transformers
 
 from tests import tiny
+from tests.worker import loaded
 from tests.worker.families import FAMILIES
 from tests.worker.integrity import check_scheduler
-from tests.worker.loaded import (
-    DEADLINE,
-    complete_preempting,
-    complete_until,
-    generated,
-    generation,
-    load,
-    reference,
-    serving,
-    work_of,
-)
 from worker.engines.transformers.load.architectures import backend
 from worker.protocol.architectures import VERIFIED
 
@@ -47,10 +37,10 @@ def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def expected(snapshot: Path) -> dict[tuple[int, ...], list[int]]:
     """Results of `generate` for each prompt."""
-    model = reference(snapshot)
+    model = loaded.reference(snapshot)
     source = random.Random(3)
     prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in LENGTHS]
-    return {prompt: generated(model, prompt, NEW) for prompt in prompts}
+    return {prompt: loaded.generated(model, prompt, NEW) for prompt in prompts}
 
 
 async def test_greedy_text_equals_generate_alone_and_while_others_join_end_and_are_cancelled(
@@ -58,14 +48,14 @@ async def test_greedy_text_equals_generate_alone_and_while_others_join_end_and_a
 ) -> None:
     source = random.Random(5)
     prompts = list(expected)
-    engine = load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
+    engine = loaded.load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
 
     async def talk(prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        tokens = await complete_until(engine, generation(prompt, max_tokens=count), leave_after)
+        tokens = await loaded.complete_until(engine, loaded.generation(prompt, max_tokens=count), leave_after)
         assert tokens == expected[prompt][: len(tokens)]
         assert leave_after is not None or tokens == expected[prompt][:count]
 
-    async with serving(engine), asyncio.timeout(DEADLINE):
+    async with loaded.serving(engine), asyncio.timeout(loaded.DEADLINE):
         await talk(prompts[-1], NEW, None)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(10):
@@ -83,11 +73,11 @@ async def test_greedy_text_equals_generate_after_preemptions(
     kind = transformers.AutoConfig.from_pretrained(snapshot)
     room = 128 if backend(kind) == "paged" else 0
     options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
-    async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
-        work = work_of(engine)
-        async with asyncio.timeout(DEADLINE):
+    async with loaded.serving(loaded.load(snapshot, prefix_caching=False, **options)) as engine:
+        work = loaded.work_of(engine)
+        async with asyncio.timeout(loaded.DEADLINE):
             collected = await asyncio.gather(
-                *(complete_preempting(engine, generation(prompt, max_tokens=NEW)) for prompt in expected)
+                *(loaded.complete_preempting(engine, loaded.generation(prompt, max_tokens=NEW)) for prompt in expected)
             )
         assert collected == list(expected.values())
         assert work.prefill_tokens > sum(map(len, expected)), "some tokens were computed again"

@@ -38,17 +38,9 @@ from worker.estimate import estimate, largest_steps, meta_model, quantized
 from worker.estimate.largest_steps import GenerationSteps
 from worker.estimate.memory_tracer import LiveBytes, Step, live_bytes, peak_bytes
 from worker.interface import EncoderInput
+from worker.protocol import memory
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated, Exit
-from worker.protocol.memory import (
-    ATTENTION_TILE_BYTES,
-    DEVICE_PROCESS_BYTES,
-    DEVICE_PROCESS_HOST_BYTES,
-    DRAFT_LOGITS,
-    GRAPH_BYTES,
-    HEAP_FACTOR,
-    STAGING_BYTES,
-)
 
 pytestmark = pytest.mark.slow
 
@@ -138,7 +130,7 @@ def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
 
 def traced(said: Estimated) -> float:
     """Live bytes of the largest step, without the share of the allocator."""
-    return (said.compute[0] - ATTENTION_TILE_BYTES) / HEAP_FACTOR
+    return (said.compute[0] - memory.ATTENTION_TILE_BYTES) / memory.HEAP_FACTOR
 
 
 @pytest.mark.parametrize(
@@ -389,7 +381,7 @@ def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, family: 
     plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
     drafting = dataclasses.replace(plain, ngram_size=3)
     less, more = (estimate.trace(chosen, load_config(chosen)) for chosen in (plain, drafting))
-    assert more.compute - less.compute > DRAFT_LOGITS * 20_000 * 4
+    assert more.compute - less.compute > memory.DRAFT_LOGITS * 20_000 * 4
     assert_static_covers(drafting, checkpoint.read(snapshot), more)
 
 
@@ -578,7 +570,7 @@ def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "m")
     host, device = (estimate.estimate(options(snapshot, devices=(name,))) for name in ("cpu", "cuda:0"))
     assert (device.weights, device.context) == (host.weights, host.context)
-    assert device.runtime == [DEVICE_PROCESS_BYTES + beside_steps(device.compute[0])]
+    assert device.runtime == [memory.DEVICE_PROCESS_BYTES + beside_steps(device.compute[0])]
     assert device.host > 0 == host.host
 
 
@@ -592,10 +584,10 @@ def test_the_overhead_of_a_process_on_accelerators_is_the_one_measured_before(tm
         2: (estimate.estimate(dataclasses.replace(several, tensor_parallel=2)),),
     }
     for ranks, found in ((ranks, found) for ranks, each in said.items() for found in each):
-        own = found.host - ranks * (700 * MIB + STAGING_BYTES)
+        own = found.host - ranks * (700 * MIB + memory.STAGING_BYTES)
         assert 0 < own <= 96 * MIB, "its tokenizer, and what grammars need"
         assert found.inherited == 0
-    assert estimate.host_overhead(options(snapshot)) == DEVICE_PROCESS_HOST_BYTES
+    assert estimate.host_overhead(options(snapshot)) == memory.DEVICE_PROCESS_HOST_BYTES
 
 
 def test_weights_quantized_or_converted_for_an_accelerator_pass_through_main_memory(tmp_path: Path) -> None:
@@ -620,7 +612,9 @@ def test_cuda_graphs_count_unless_they_are_turned_off(tmp_path: Path) -> None:
         return estimate.estimate(asked).compute[0]
 
     gathered = 4 * 256 * 2 * 2 * 16 * 4  # of 4 rows the whole context: keys and values of 2 heads of 16 in float32
-    more = compute(enforce_eager=False) - compute(enforce_eager=True) - len(graph_shapes(4, 256, 1)) * GRAPH_BYTES
+    more = (
+        compute(enforce_eager=False) - compute(enforce_eager=True) - len(graph_shapes(4, 256, 1)) * memory.GRAPH_BYTES
+    )
     assert gathered < more < 4 * gathered
 
 

@@ -11,41 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.launch.process import decode_event
+from worker.protocol import events, orders
 from worker.protocol.argv import Command, Download, Estimate, ForkServerOptions, Serve, from_argv, to_argv
-from worker.protocol.events import (
-    Downloaded,
-    Estimated,
-    Event,
-    Failed,
-    Forked,
-    ForkRefused,
-    ModulesImported,
-    Prepared,
-    Progress,
-    Pulse,
-    Ready,
-    Reaped,
-    RequestEnded,
-    encode,
-)
-from worker.protocol.orders import (
-    Fork,
-    ImportModules,
-    MemoryGrant,
-    Order,
-    Reap,
-    decode_grant,
-    decode_order,
-    encode_grant,
-    encode_order,
-    is_family_module,
-)
 from worker.protocol.snapshot_files import shard_names
 
 COMMANDS = (Download, Estimate, Serve, ForkServerOptions)
 EVENTS = (
-    Progress, Downloaded, Estimated, Prepared, Ready, RequestEnded, Pulse, Failed, ModulesImported, Forked,
-    ForkRefused, Reaped,
+    events.Progress, events.Downloaded, events.Estimated, events.Prepared, events.Ready, events.RequestEnded,
+    events.Pulse, events.Failed, events.ModulesImported, events.Forked, events.ForkRefused, events.Reaped,
 )  # fmt: skip
 # Valid arguments of a process: no NUL, and nothing that UTF-8 cannot encode.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -81,22 +54,22 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
     return st.one_of([instances(kind) for kind in kinds])
 
 
-@given(values_of((Fork, Reap, ImportModules)))
-def test_every_order_survives_its_packet(order: Order) -> None:
-    assert decode_order(encode_order(order)) == order
+@given(values_of((orders.Fork, orders.Reap, orders.ImportModules)))
+def test_every_order_survives_its_packet(order: orders.Order) -> None:
+    assert orders.decode_order(orders.encode_order(order)) == order
 
 
-@given(values_of((MemoryGrant,)))
-def test_a_memory_grant_survives_its_line(grant: MemoryGrant) -> None:
-    line = encode_grant(grant)
-    assert (decode_grant(line), line.count(b"\n")) == (grant, 1)
+@given(values_of((orders.MemoryGrant,)))
+def test_a_memory_grant_survives_its_line(grant: orders.MemoryGrant) -> None:
+    line = orders.encode_grant(grant)
+    assert (orders.decode_grant(line), line.count(b"\n")) == (grant, 1)
 
 
 def test_a_fork_server_imports_only_code_of_model_families() -> None:
     good = ["transformers.models.llama.modeling_llama", "transformers.models.qwen2"]
     bad = ["os", "transformers.models.llama.x_y", "transformers.models.a.modeling_a.b", "transformers.models.",
            "transformers_modules.x.modeling_x"]  # fmt: skip
-    assert [name for name in (*good, *bad) if is_family_module(name)] == good
+    assert [name for name in (*good, *bad) if orders.is_family_module(name)] == good
 
 
 @given(values_of(COMMANDS))
@@ -110,8 +83,8 @@ def test_a_value_may_look_like_the_end_of_the_options() -> None:
 
 
 @given(values_of(EVENTS))
-def test_every_event_survives_its_line(event: Event) -> None:
-    line = encode(event)
+def test_every_event_survives_its_line(event: events.Event) -> None:
+    line = events.encode(event)
     assert decode_event(line) == event
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -123,7 +96,7 @@ def test_a_line_without_an_event_is_decoded_to_none(line: bytes | str) -> None:
 
 
 def test_unknown_members_of_an_event_are_ignored() -> None:
-    assert decode_event(b'{"event":"failed","message":"m","colour":"red"}') == Failed(message="m")
+    assert decode_event(b'{"event":"failed","message":"m","colour":"red"}') == events.Failed(message="m")
     assert decode_event(b'{"event":"sang","song":"s"}') is None
     assert decode_event(b'{"event":"failed"}') is None
 

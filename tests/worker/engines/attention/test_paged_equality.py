@@ -8,18 +8,8 @@ import pytest
 import transformers
 
 from tests import tiny
+from tests.worker import loaded
 from tests.worker.integrity import check_scheduler
-from tests.worker.loaded import (
-    DEADLINE,
-    collect_choices,
-    complete_one,
-    generated,
-    generation,
-    load,
-    serving,
-    words,
-    work_of,
-)
 from worker.engines.transformers.run.backends import make_blocks
 from worker.errors import StartError
 from worker.protocol.argv import Serve
@@ -41,13 +31,13 @@ def models(snapshots: dict[str, Path]) -> dict[str, Any]:
     return {family: transformers.AutoModelForCausalLM.from_pretrained(folder) for family, folder in snapshots.items()}
 
 
-SYSTEM = words(2 * B + 3)
+SYSTEM = loaded.words(2 * B + 3)
 PROMPTS = (
-    *((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 5, 14, 40)),  # alike, then each its own way
+    *((*SYSTEM, *loaded.words(tail, seed=tail)) for tail in (1, 5, 14, 40)),  # alike, then each its own way
     SYSTEM,
     SYSTEM[: B + 2],
-    words(3, seed=9),
-    (*SYSTEM[: B + 5], *words(20, seed=4)),  # another way inside a block
+    loaded.words(3, seed=9),
+    (*SYSTEM[: B + 5], *loaded.words(20, seed=4)),  # another way inside a block
 )
 
 
@@ -58,13 +48,13 @@ PROMPTS = (
 async def test_prompts_with_a_common_prefix_answer_as_alone(
     snapshots: dict[str, Path], models: dict[str, Any], family: str, attention_name: str
 ) -> None:
-    expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
+    expected = [loaded.generated(models[family], prompt, NEW) for prompt in PROMPTS]
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
-    async with serving(load(snapshots[family], **changes)) as engine:
-        first = await complete_one(engine, PROMPTS[0], max_tokens=NEW)
+    async with loaded.serving(loaded.load(snapshots[family], **changes)) as engine:
+        first = await loaded.complete_one(engine, PROMPTS[0], max_tokens=NEW)
         assert (first.tokens, first.cached_tokens) == (expected[0], 0)
         for _ in range(2):  # with the beginning of one; then with everything of all
-            logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            logsums = await asyncio.gather(*(loaded.complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in logsums] == expected
         counts = [each.cached_tokens for each in logsums]
     assert counts[4:] == [2 * B, B, 0, 2 * B], "whole blocks, never the last token; none of three tokens"
@@ -80,32 +70,32 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
 
     tests/worker/engines/test_engine_equality.py has all families without prefix caching.
     """
-    expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
+    expected = [loaded.generated(models[family], prompt, NEW) for prompt in PROMPTS]
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
-    async with serving(load(snapshots[family], **changes, prefix_caching=caches)) as engine:
-        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+    async with loaded.serving(loaded.load(snapshots[family], **changes, prefix_caching=caches)) as engine:
+        logsums = await asyncio.gather(*(loaded.complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in logsums] == expected
-        choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
+        choices = await loaded.collect_choices(engine, loaded.generation(PROMPTS[3], n=6, max_tokens=NEW))
         assert [each.tokens for each in choices] == [expected[3]] * 6
-        check_scheduler(work_of(engine)._scheduler)
+        check_scheduler(loaded.work_of(engine)._scheduler)
 
 
 async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
     snapshots: dict[str, Path], models: dict[str, Any]
 ) -> None:
-    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=4, kv_tokens=2 * CTX)) as engine:
-        expected = [generated(models["llama"], prompt, NEW) for prompt in PROMPTS[:4]]
+    async with loaded.serving(loaded.load(snapshots["llama"], ctx_size=CTX, parallel=4, kv_tokens=2 * CTX)) as engine:
+        expected = [loaded.generated(models["llama"], prompt, NEW) for prompt in PROMPTS[:4]]
         for _ in range(3):
-            streams = [engine.generate(generation(SYSTEM, max_tokens=60, n=2)) for _ in range(2)]
-            tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in PROMPTS[:4]]
-            async with asyncio.timeout(DEADLINE):
+            streams = [engine.generate(loaded.generation(SYSTEM, max_tokens=60, n=2)) for _ in range(2)]
+            tasks = [asyncio.create_task(loaded.complete_one(engine, prompt, max_tokens=NEW)) for prompt in PROMPTS[:4]]
+            async with asyncio.timeout(loaded.DEADLINE):
                 for stream in streams:
                     for _ in range(3):
                         await anext(stream)
                     await stream.aclose()
                 logsums = await asyncio.gather(*tasks)
             assert [each.tokens for each in logsums] == expected
-        check_scheduler(work_of(engine)._scheduler)
+        check_scheduler(loaded.work_of(engine)._scheduler)
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:

@@ -9,19 +9,8 @@ import torch
 
 from router.memory.segments import head_bytes
 from tests import tiny
-from tests.worker import kept
+from tests.worker import kept, loaded
 from tests.worker.integrity import check_scheduler
-from tests.worker.loaded import (
-    collect_choices,
-    complete_one,
-    generated,
-    generation,
-    load,
-    reference,
-    serving,
-    words,
-    work_of,
-)
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.errors import StartError
 from worker.protocol.memory import kv_group_size
@@ -93,14 +82,19 @@ def test_nan_stays_nan(name: str, wrong: float) -> None:
 
 # Text
 
-SYSTEM = words(35)
-PROMPTS = (*((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 14, 40)), SYSTEM, SYSTEM[:18], words(3, seed=9))
+SYSTEM = loaded.words(35)
+PROMPTS = (
+    *((*SYSTEM, *loaded.words(tail, seed=tail)) for tail in (1, 14, 40)),
+    SYSTEM,
+    SYSTEM[:18],
+    loaded.words(3, seed=9),
+)
 
 
 def expected(model: Any, name: str) -> list[list[int]]:
-    texts = [generated(model, prompt, NEW, past_key_values=kept.cache(model, name)) for prompt in PROMPTS]
+    texts = [loaded.generated(model, prompt, NEW, past_key_values=kept.cache(model, name)) for prompt in PROMPTS]
     if name in QUANTIZED:
-        exact = (generated(model, prompt, NEW) for prompt in PROMPTS)  # computed up to the first that differs
+        exact = (loaded.generated(model, prompt, NEW) for prompt in PROMPTS)  # computed up to the first that differs
         assert any(text != other for text, other in zip(texts, exact, strict=True)), "the text shows the cache's type"
     return texts
 
@@ -124,14 +118,14 @@ async def test_text_is_that_of_generate_over_such_a_cache(
     """In blocks: with cached prefixes and a pool too small for all, so that some are preempted. Without blocks: by the
     model's own forward."""
     folder = tiny.make(family, tmp_path, seed=2 if family == "t5" else 0)
-    texts = expected(reference(folder), name)
+    texts = expected(loaded.reference(folder), name)
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
-    async with serving(load(folder, **changes, kv_tokens=kv_tokens)) as engine:
-        assert (await complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
-        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+    async with loaded.serving(loaded.load(folder, **changes, kv_tokens=kv_tokens)) as engine:
+        assert (await loaded.complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
+        logsums = await asyncio.gather(*(loaded.complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in logsums] == texts
         assert any(each.cached_tokens for each in logsums) == bool(kv_tokens)
-        choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
+        choices = await loaded.collect_choices(engine, loaded.generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
-        check_scheduler(work_of(engine)._scheduler)
+        check_scheduler(loaded.work_of(engine)._scheduler)
     assert len({token for text in texts for token in text}) > 10, "the text is varied enough for the comparison"
