@@ -6,15 +6,16 @@ A worker whose preset has an environment is executed, and fake workers get their
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from router.launch.fork_server import ForkServerProcess
-from router.launch.interface import Listen, Program
+from router.launch.interface import Listen, Program, WorkerProcess
 from router.launch.local import LocalLauncher
+from router.launch.worker_client import Exchange
 from router.launch.worker_process import LocalWorker
 from router.planner.ledger import Bytes
 from tests.fakes import DEADLINE
@@ -85,3 +86,26 @@ def children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):  # it has just ended
                 found += [int(entry.name)] * (parent(int(entry.name)) == pid)
     return found
+
+
+@asynccontextmanager
+async def asked(
+    worker: WorkerProcess, path: str, body: Mapping[str, Any] | None = None, *, token: str = ""
+) -> AsyncIterator[Exchange]:
+    """The answer of `worker`, whose head is there; a GET without a body."""
+    headers = {"Authorization": f"Bearer {token or worker.token}", "X-Request-Id": "r"}
+    data = b"" if body is None else json.dumps(body).encode()
+    exchange = worker.worker_client.begin("GET" if body is None else "POST", path, headers, data)
+    try:
+        await exchange.head()
+        yield exchange
+    finally:
+        exchange.close()
+
+
+async def everything(exchange: Exchange) -> bytes:
+    """The rest of an answer."""
+    parts = []
+    while part := await exchange.read():
+        parts.append(part)
+    return b"".join(parts)

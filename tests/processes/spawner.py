@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from router.launch.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
-from tests.processes.asking import asked
-from tests.processes.forking import ForkingLauncher
+from tests.processes.forking import ForkingLauncher, asked
 from worker.protocol.argv import Download, Estimate, Serve
 
 KILLS_ITS_PARENT = (

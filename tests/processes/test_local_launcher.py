@@ -35,8 +35,7 @@ from tests.fakes import (
     ended,
     fake_program,
 )  # fmt: skip
-from tests.processes.asking import asked, everything
-from tests.processes.forking import ForkingLauncher, is_there
+from tests.processes.forking import ForkingLauncher, asked, everything, is_there
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 

@@ -18,7 +18,7 @@ from router.launch.worker_client import (
     Unreachable,
     WorkerClient,
 )
-from tests.processes.asking import everything
+from tests.processes.forking import everything
 from tests.processes.upstreams import until
 
 DEADLINE = 60.0

@@ -22,8 +22,7 @@ from router.memory.estimate import MemoryEstimate, Overhead, estimate, from_trac
 from tests import tiny
 from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
-from tests.processes.asking import asked, everything
-from tests.processes.forking import ForkingLauncher, children, parent
+from tests.processes.forking import ForkingLauncher, asked, children, everything, parent
 from worker.protocol import argv
 from worker.protocol.argv import Serve
 from worker.protocol.events import Estimated, Event, Pulse

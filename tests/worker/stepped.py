@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import generation, load_with
+from tests.worker.scheduled import check_scheduler
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop

@@ -13,8 +13,7 @@ from router.memory.estimate import MemoryEstimate, estimate
 from router.memory.remedies import LEAST_CTX, Remedies, remedies
 from router.memory.sharding import Choice, fits, static_estimate
 from router.planner.ledger import DeviceId
-from tests.router.checkpoints import QWEN3_4B, preset
-from tests.router.large import BIG, CPU, GIB, GPU
+from tests.router.checkpoints import BIG, CPU, GIB, GPU, QWEN3_4B, preset
 
 MIB = 1 << 20
 ORDER = ["kv-tokens", "parallel", "ctx-size", "kv-cache-dtype", "quantization"]

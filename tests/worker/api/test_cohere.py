@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.worker import serving
-from tests.worker.chatting import seen
 from tests.worker.fake_engine import FakeEngine
+from tests.worker.speaking import seen
 from worker.api import cohere
 from worker.api.served_model import ServedModel
 from worker.errors import RequestError

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.worker import serving
-from tests.worker.chatting import model, only
 from tests.worker.fake_engine import SCRIPT, FakeEngine
+from tests.worker.speaking import model, only
 from worker.api import llama_server
 from worker.api.call import GenerationCall
 from worker.api.served_model import ServedModel

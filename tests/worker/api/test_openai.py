@@ -9,9 +9,8 @@ import transformers
 
 from tests import tiny
 from tests.worker import serving
-from tests.worker.chatting import CHAT, model, only, streamed, whole
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.speaking import ANSWERS, SCHEMA, THINKING, Speaking
+from tests.worker.speaking import ANSWERS, CHAT, SCHEMA, THINKING, Speaking, model, only, streamed, whole
 from worker.api import embeddings, openai
 from worker.api.openai_replies import TextWriter
 from worker.api.served_model import ServedModel

@@ -10,11 +10,10 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseIncludable
 
-from tests.worker.chatting import model, whole
 from tests.worker.clients import openai_client
 from tests.worker.fake_engine import CACHED, SCRIPT
 from tests.worker.serving import serving
-from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
+from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking, model, whole
 from worker.api.responses import responses
 from worker.errors import ContextExceeded
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny_vision
 from tests.worker import serving
-from tests.worker.chatting import model
+from tests.worker.speaking import model
 from worker.api.served_model import LONG_TEXT
 from worker.api.tokens import detokenize, tokenize
 from worker.detokenizer import TokenBytes

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import collect_choices, complete_one, generation
-from tests.worker.scheduled import advance, sequence, sequences
+from tests.worker.scheduled import advance, check_scheduler, sequence, sequences
 from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.schedule.kv_cache import RowAllocator

@@ -14,7 +14,7 @@ import transformers
 from tests import tiny
 from tests.worker import loaded
 from tests.worker.families import FAMILIES
-from tests.worker.integrity import check_scheduler
+from tests.worker.scheduled import check_scheduler
 from worker.engines.transformers.load.architectures import backend
 from worker.protocol.architectures import VERIFIED
 

@@ -15,7 +15,6 @@ import torch
 from tests import lora, tiny
 from tests.worker.drafts import ALWAYS, Oracle, drafting
 from tests.worker.every_kind import NEW, comparable, prompts, requests
-from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -30,7 +29,7 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
-from tests.worker.scheduled import FixedLength
+from tests.worker.scheduled import FixedLength, check_scheduler
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.loop.drafting import Drafter

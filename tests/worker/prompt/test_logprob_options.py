@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker.chatting import CHAT, model, only, streamed, whole
 from tests.worker.serving import chunks, serving
-from tests.worker.speaking import THINKING, Speaking
+from tests.worker.speaking import CHAT, THINKING, Speaking, model, only, streamed, whole
 from worker.api import openai
 from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded

@@ -14,9 +14,9 @@ from aiohttp.test_utils import make_mocked_request
 from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
-from tests.worker.chatting import model
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import chat, options, serving, tokenizer
+from tests.worker.speaking import model
 from worker.api import ollama, openai
 from worker.api.responses import responses
 from worker.api.served_model import ServedModel

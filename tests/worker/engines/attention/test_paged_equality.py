@@ -9,7 +9,7 @@ import transformers
 
 from tests import tiny
 from tests.worker import loaded
-from tests.worker.integrity import check_scheduler
+from tests.worker.scheduled import check_scheduler
 from worker.engines.transformers.run.backends import make_blocks
 from worker.errors import StartError
 from worker.protocol.argv import Serve

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests import lora, tiny
-from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     CollectedChoice,
@@ -26,6 +25,7 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
+from tests.worker.scheduled import check_scheduler
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
 from worker.engines.transformers.load.lora import LoraAdapters, linear_layers

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from tests import tiny
 from tests.worker.every_kind import NEW, WARM, comparable, requests
-from tests.worker.integrity import check_rows, check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -35,6 +34,7 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
+from tests.worker.scheduled import check_rows, check_scheduler
 from tests.worker.stepped import PROMPT, Drive, JournalRunner
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine

@@ -24,7 +24,6 @@ from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
 from tests.worker.drafts import Oracle, drafting
 from tests.worker.families import SHALLOW
-from tests.worker.integrity import check_scheduler
 from tests.worker.loaded import (
     DEADLINE,
     collect_choices,
@@ -38,6 +37,7 @@ from tests.worker.loaded import (
     words,
     work_of,
 )
+from tests.worker.scheduled import check_scheduler
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.worker.integrity import check_rows, check_scheduler
-from tests.worker.scheduled import advance, sequence, sequences
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
+from tests.worker.scheduled import advance, check_rows, check_scheduler, sequence, sequences
+from worker.engines.transformers.schedule.kv_cache import (
+    BlockAllocator,
+    RowAllocator,
+    block_key,
+    blocks_for,
+    pool_blocks,
+)
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
@@ -461,3 +466,27 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestAnyTraffic = AnyTraffic.TestCase
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=60))
+def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
+    rows, owner = RowAllocator(count), 0
+    held: list[int] = []
+    for move in moves:
+        if move < 6 and rows.has_row:
+            owner += 1
+            taken = rows.attach(sequence(owner))
+            assert taken == min(set(range(count)) - set(held)), "the lowest free row is given"
+            held.append(taken)
+        elif held:
+            rows.release(held.pop(move % len(held)))
+        assert sorted(rows.owners) == sorted(held)
+        assert rows.has_row == (len(held) < count)
+
+
+def test_a_pool_has_room_for_all_rows_or_for_as_many_tokens_as_are_asked_for() -> None:
+    assert pool_blocks(4, 8192) == 4 * 8192 // BLOCK_TOKENS
+    assert pool_blocks(3, 40) == 3 * 3, "40 tokens take three blocks"
+    assert pool_blocks(4, 8192, kv_tokens=8192) == 8192 // BLOCK_TOKENS
+    assert pool_blocks(4, 8192, kv_tokens=8193) == 8192 // BLOCK_TOKENS + 1

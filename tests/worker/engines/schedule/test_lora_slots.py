@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.worker.integrity import check_scheduler, check_slots
-from tests.worker.scheduled import sequence
+from tests.worker.scheduled import check_scheduler, check_slots, sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter, LoraSlots
 from worker.engines.transformers.schedule.scheduler import Scheduler
