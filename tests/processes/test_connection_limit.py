@@ -37,8 +37,7 @@ async def test_a_connection_over_the_limit_waits_until_another_closes(tmp_path: 
         for reader, writer in ((first, leaving), (second, staying)):
             writer.write(asked)
             assert await status(reader) == 200
-        third, waiting = await up.connect()  # it is in the backlog
-        waiting.write(asked)
+        third, waiting = await up.connect(asked)  # it is in the backlog
         staying.write(asked)
         assert await status(second) == 200
         assert len(up.listener.clients) == 2
@@ -52,14 +51,12 @@ async def test_a_connection_over_the_limit_waits_until_another_closes(tmp_path: 
 
 async def test_a_waiting_client_that_disconnects_takes_no_place(tmp_path: Path) -> None:
     async with world(tmp_path, respond, clients=1) as up:
-        reader, writer = await up.connect()
-        writer.write(request({}))
+        reader, writer = await up.connect(request({}))
         assert await status(reader) == 200
         for _ in range(5):
             with socket.socket(socket.AF_UNIX) as leaving:
                 leaving.connect(str(up.socket))
-        last, waiting = await up.connect()
-        waiting.write(request({}))
+        last, waiting = await up.connect(request({}))
         writer.close()
         assert await status(last) == 200
         waiting.close()
@@ -74,13 +71,10 @@ async def test_idle_connections_give_way_to_waiting_clients(tmp_path: Path) -> N
         for reader, writer in pool:
             writer.write(request({}))
             assert await status(reader) == 200
-        late, waiting = await up.connect()
-        waiting.write(request({}))
+        late, _ = await up.connect(request({}))
         async with asyncio.timeout(KEEP_ALIVE / 2):
             assert await status(late) == 200
             assert await pool[0][0].read() == b"", "it is closed in order"
-        for _, writer in [*pool, (late, waiting)]:
-            writer.close()
 
 
 @pytest.mark.slow
@@ -89,11 +83,8 @@ async def test_clients_that_send_no_request_give_way_to_waiting_ones(tmp_path_fa
 
     async def give_way(sent: bytes, folder: Path) -> None:
         async with world(folder, respond, clients=2) as up:
-            silent = [await up.connect() for _ in range(2)]
-            for _, writer in silent:
-                writer.write(sent)
-            late, waiting = await up.connect()
-            waiting.write(request({}))
+            silent = [await up.connect(sent) for _ in range(2)]
+            late, waiting = await up.connect(request({}))
             async with asyncio.timeout(KEEP_ALIVE / 2):
                 assert await status(late) == 200, sent
             for _, writer in [*silent, (late, waiting)]:

@@ -205,8 +205,7 @@ async def test_bodies_over_the_buffer_limit_get_retry_after(tmp_path: Path) -> N
         first = asyncio.ensure_future(client.chat.completions.create(**held))
         await arrived(up)
         for framed in (length, pieces):
-            reader, writer = await up.connect()
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + framed)
+            reader, writer = await up.connect(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + framed)
             head, _, told_ = (await reader.read()).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 429 ")
             assert b"Retry-After: 1\r\n" in head + b"\r\n"
@@ -223,34 +222,29 @@ async def test_bodies_over_the_buffer_limit_get_retry_after(tmp_path: Path) -> N
 async def test_a_small_body_is_admitted_while_large_ones_take_the_whole_buffer(tmp_path: Path) -> None:
     most, body = 8192 * 100, b'{"model":"a","x":"%b"}'
     async with world(tmp_path, holding, most_buffered=most) as up:
-        writers = []
         for size in (most - 20, 50, 200):
-            reader, writer = await up.connect()
             text = body % (b"y" * (size - len(body % b"")))
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + text)
-            writers.append(writer)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+            reader, _ = await up.connect(head + text)
             if size == 200:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
             else:
                 async with asyncio.timeout(60):
-                    while len(up.requests) < len(writers):  # noqa: ASYNC110
+                    while len(up.requests) < len(up.clients):  # noqa: ASYNC110
                         await asyncio.sleep(0)
-        for writer in writers:
-            writer.transport.abort()
 
 
 @pytest.mark.slow
 async def test_a_body_that_does_not_come_is_408(tmp_path: Path) -> None:
     async with world(tmp_path, holding) as up:
         object.__setattr__(up.registry.settings, "body_timeout", 0.1)
-        reader, writer = await up.connect()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        begun = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        reader, writer = await up.connect(begun)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert b"X-Should-Retry: true" in head
         writer.write_eof()  # otherwise the router waits for the rest of the body, to close the connection in order
         assert json.loads(await reader.read())["error"]["reason"] == "body_timeout"
-        writer.close()
 
 
 async def arrived(up: World) -> None:

@@ -190,8 +190,7 @@ async def test_a_reconnected_event_client_gets_missed_events_or_a_snapshot(tmp_p
 @pytest.mark.parametrize("more", [b"", b"X-Odd: \xff\r\n"], ids=["plain", "odd"])
 async def test_nothing_that_is_between_a_client_and_the_router_reaches_a_worker(more: bytes, tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(request({}, headers=SECRETS + more))
+        reader, writer = await up.connect(request({}, headers=SECRETS + more))
         async with asyncio.timeout(60):
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             assert await reader.readexactly(len(BODY)) == BODY

@@ -76,8 +76,7 @@ ACCEPTED = {
 
 async def exchange(up: World, sent: bytes) -> list[int]:
     """The statuses of all responses on a connection, which the router must close."""
-    reader, writer = await up.connect()
-    writer.write(sent)
+    reader, writer = await up.connect(sent)
     data = b""
     async with asyncio.timeout(60):
         while more := await reader.read(1 << 16):
@@ -125,8 +124,7 @@ async def test_an_unsupported_transfer_coding_is_415_and_closes_the_connection(t
 
 async def test_a_client_that_expects_100_continue_gets_it(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(post(LENGTH, b"Expect: 100-continue", body=b""))
+        reader, writer = await up.connect(post(LENGTH, b"Expect: 100-continue", body=b""))
         async with asyncio.timeout(60):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(SENT + LAST)
@@ -138,11 +136,9 @@ async def test_a_client_that_expects_100_continue_gets_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % number for number in range(400))])
 async def test_the_error_for_a_head_that_is_too_long_says_so(tmp_path: Path, head: bytes) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        reader, _ = await up.connect(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
         async with asyncio.timeout(60):
             answer = await reader.read()
-        writer.close()
     assert answer.split(b" ")[1] == b"400"
     assert b"too long" in answer
 
@@ -154,8 +150,7 @@ async def test_a_head_that_never_ends_is_cut_off(tmp_path: Path) -> None:
         await runner.setup()
         impatient = up.app.listener(runner, keep_alive=0.2)
         up.listener.make_fallback = impatient.make_fallback
-        reader, writer = await up.connect()
-        writer.write(post(LENGTH)[:20])
+        reader, writer = await up.connect(post(LENGTH)[:20])
         await until(lambda: any(connection._data for connection in up.listener.connections))
         for connection in tuple(up.listener.connections):
             connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)

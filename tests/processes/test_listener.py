@@ -32,6 +32,7 @@ from tests.processes.upstreams import (
     EVENT,
     PATH,
     STREAM,
+    Answering,
     Upstream,
     World,
     chunk,
@@ -43,6 +44,14 @@ from tests.processes.upstreams import (
 from worker.protocol.routes import ROUTES
 
 ODD = b"Sec-Fetch-Site: none\r\n"  # a header without effect that is not plain, so that aiohttp takes over
+
+
+def respond_after(go: asyncio.Event) -> Answering:
+    async def wait(upstream: Upstream) -> None:
+        await go.wait()
+        await respond(upstream)
+
+    return wait
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
@@ -83,41 +92,31 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 )
 async def test_a_plain_request_gets_the_response_of_the_other_transport(tmp_path: Path, asked: bytes) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(asked)
+        reader, writer = await up.connect(asked)
         ours = await answer(reader)
         assert len(up.listener.connections) == 1
         writer.write(asked.replace(b"Content-Length", ODD + b"Content-Length"))
         theirs = await answer(reader)
         assert not up.listener.connections
-        writer.close()
     assert ours == theirs
 
 
 async def test_pipelined_requests_are_answered_in_order_by_any_transport(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
         plain = b"".join(request({"fake": size}) for size in (5, 60_000, 7))
         health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        writer.write(plain + health + request({"fake": 9}))
+        reader, _ = await up.connect(plain + health + request({"fake": 9}))
         found = [(await answer(reader))[2] for _ in range(5)]
         assert [len(body) for body in found[:3]] == [5, 60_000, 7]
         assert b"ok" in found[3]
         assert len(found[4]) == 9
-        writer.close()
 
 
 @pytest.mark.slow
 async def test_pipelined_requests_beyond_the_buffer_wait_until_the_first_is_answered(tmp_path: Path) -> None:
     go = asyncio.Event()
-
-    async def wait(upstream: Upstream) -> None:
-        await go.wait()
-        await respond(upstream)
-
-    async with world(tmp_path, wait) as up:
-        reader, writer = await up.connect()
-        writer.write(request({}))
+    async with world(tmp_path, respond_after(go)) as up:
+        reader, writer = await up.connect(request({}))
         await until(lambda: len(up.requests) == 1)
         count = 3 * LONGEST_HEAD // len(request({}))
         writer.write(request({}) * count)
@@ -127,7 +126,6 @@ async def test_pipelined_requests_beyond_the_buffer_wait_until_the_first_is_answ
         go.set()
         for _ in range(count + 1):
             assert (await answer(reader))[0] == 200
-        writer.close()
 
 
 async def test_a_request_that_arrives_byte_by_byte_is_answered(tmp_path: Path) -> None:
@@ -139,21 +137,18 @@ async def test_a_request_that_arrives_byte_by_byte_is_answered(tmp_path: Path) -
         assert (await answer(reader))[2] == BODY
         assert (await answer(reader))[2] == EVENT * 2 + DONE
         assert len(up.listener.connections) == 1
-        writer.close()
 
 
 @pytest.mark.parametrize("cut", [10, 80, -5])
 async def test_a_request_that_arrives_slowly_is_handed_to_aiohttp(tmp_path: Path, cut: int) -> None:
     async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(request({})[:cut])
+        reader, writer = await up.connect(request({})[:cut])
         await until(lambda: any(connection._data for connection in up.listener.connections))
         for connection in tuple(up.listener.connections):
             connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)
         assert not up.listener.connections
         writer.write(request({})[cut:])
         assert (await answer(reader))[2] == BODY
-        writer.close()
 
 
 async def test_a_long_body_and_a_long_head_are_handed_to_aiohttp(tmp_path: Path) -> None:
@@ -162,8 +157,7 @@ async def test_a_long_body_and_a_long_head_are_handed_to_aiohttp(tmp_path: Path)
             request({"messages": ["x" * LONGEST_BODY]}),
             request({}, headers=b"".join(b"X-%d: %b\r\n" % (number, b"y" * 5000) for number in range(4))),
         ):
-            reader, writer = await up.connect()
-            writer.write(long)
+            reader, writer = await up.connect(long)
             assert (await answer(reader))[2] == BODY
             assert not up.listener.connections
             writer.close()
@@ -172,8 +166,7 @@ async def test_a_long_body_and_a_long_head_are_handed_to_aiohttp(tmp_path: Path)
 async def test_an_idle_connection_is_closed_after_the_keep_alive_time(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         for asked in (b"", request({})):
-            reader, writer = await up.connect()
-            writer.write(asked)
+            reader, writer = await up.connect(asked)
             if asked:
                 await answer(reader)
             await until(lambda: len(up.listener.connections) == 1)
@@ -195,8 +188,7 @@ async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnect
 ) -> None:
     limit = max(KEEP_ALIVE, write_stall)
     async with world(tmp_path, respond, settings=Settings(write_stall=write_stall)) as up:
-        _, writer = await up.connect()
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        _, writer = await up.connect(reads=False)
         await until(lambda: len(up.listener.connections) == 1)
         (connection,) = up.listener.connections
         answered = 0
@@ -215,7 +207,6 @@ async def test_a_client_that_does_not_read_the_end_of_its_response_is_disconnect
         for _ in range(2):
             connection.check(now + limit + 1)
         await until(lambda: not up.listener.connections)
-        writer.close()
 
 
 @pytest.mark.parametrize(("ends", "write_stall"), UNREAD)
@@ -224,9 +215,7 @@ async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(
 ) -> None:
     limit = max(KEEP_ALIVE, write_stall)
     async with world(tmp_path, respond, settings=Settings(write_stall=write_stall)) as up:
-        _, writer = await up.connect()
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(request({"fake": 1}, headers=ODD))
+        _, writer = await up.connect(request({"fake": 1}, headers=ODD), reads=False)
         await until(lambda: len(up.listener.handed_over) == 1)
         (connection,) = cast("set[AiohttpConnection]", up.listener.handed_over)
         await until(lambda: len(up.requests) == 1 and is_idle(connection))
@@ -245,7 +234,6 @@ async def test_nor_does_aiohttp_keep_a_client_that_does_not_read_the_end(
         assert up.listener.handed_over == {connection}
         connection.check(now + limit + 1, KEEP_ALIVE)
         await until(lambda: not up.listener.handed_over)
-        writer.close()
 
 
 def is_idle(connection: AiohttpConnection) -> bool:
@@ -254,15 +242,9 @@ def is_idle(connection: AiohttpConnection) -> bool:
 
 async def test_closing_ends_idle_connections_and_finishes_running_responses(tmp_path: Path) -> None:
     go = asyncio.Event()
-
-    async def wait(upstream: Upstream) -> None:
-        await go.wait()
-        await respond(upstream)
-
-    async with world(tmp_path, wait) as up:
-        idle, idle_writer = await up.connect()
-        busy, busy_writer = await up.connect()
-        busy_writer.write(request({}))
+    async with world(tmp_path, respond_after(go)) as up:
+        idle, _ = await up.connect()
+        busy, _ = await up.connect(request({}))
         await until(lambda: len(up.requests) == 1)
         closing = asyncio.create_task(up.listener.close(20.0))
         assert await idle.read() == b""
@@ -270,8 +252,6 @@ async def test_closing_ends_idle_connections_and_finishes_running_responses(tmp_
         assert (await answer(busy))[2] == BODY
         assert await busy.read() == b""
         await closing
-        for writer in (idle_writer, busy_writer):
-            writer.close()
 
 
 @pytest.mark.slow
@@ -285,8 +265,7 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
         await upstream.send(chunk(EVENT) + chunk(DONE) + END)
 
     async def ask(up: World, number: int) -> None:
-        reader, writer = await up.connect()
-        writer.write(request({"stream": True}))
+        reader, writer = await up.connect(request({"stream": True}))
         async with asyncio.timeout(60):
             await reader.readuntil(EVENT)
             if number % 2:
@@ -320,8 +299,7 @@ async def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
         await upstream.send(chunk(DONE) + END)
 
     async with world(tmp_path, pour, settings=Settings(write_stall=0.3)) as up:
-        reader, writer = await up.connect()
-        writer.write(request({"stream": True}))
+        reader, _ = await up.connect(request({"stream": True}))
         await reader.readuntil(b"\r\n\r\n")
         body, size = b"", 1
         async with asyncio.timeout(60):
@@ -331,7 +309,6 @@ async def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
                 if len(body) < 200_000:
                     await asyncio.sleep(0.001)  # the reader must be slow
         assert body == EVENT * count + DONE
-        writer.close()
 
 
 # Which requests are plain

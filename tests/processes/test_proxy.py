@@ -74,8 +74,7 @@ async def ask(
     up: World, body: dict[str, Any], *, version: str = "1.1", headers: bytes = b"", seen: asyncio.Event | None = None
 ) -> Got:
     """Send one request on a connection of its own. `seen` is set at the first event of the response."""
-    reader, writer = await up.connect()
-    writer.write(request(body, version=version, headers=headers + b"Connection: close\r\n"))
+    reader, writer = await up.connect(request(body, version=version, headers=headers + b"Connection: close\r\n"))
     data, reset = b"", False
     try:
         async with asyncio.timeout(60):
@@ -153,13 +152,11 @@ async def test_a_request_is_retried_if_its_worker_dies_before_the_first_byte_of_
         if behind == "a comment":
             await received.wait()
         up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     received = asyncio.Event()
     async with world(tmp_path, die_once) as up:
-        reader, writer = await up.connect()
-        writer.write(request({"stream": stream}, headers=b"Connection: close\r\n"))
+        reader, writer = await up.connect(request({"stream": stream}, headers=b"Connection: close\r\n"))
         data = await reader.readuntil(comment) if behind == "a comment" else b""
         received.set()
         got = Got(data + await reader.read(), reset=False)
@@ -196,8 +193,7 @@ async def test_a_request_is_retried_if_its_worker_dies_before_it_has_the_setting
             await upstream.send(WHOLE)
             return
         up.launcher.die("a,b")
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     async with world(tmp_path, die_once, twin="b") as up:
         got = await ask(up, {})
@@ -241,8 +237,7 @@ async def test_an_unreadable_response_is_502_and_not_retried(
 async def test_a_long_response_that_breaks_is_shorter_than_its_content_length(tmp_path: Path) -> None:
     async def half(upstream: Upstream) -> None:
         await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n" + b"x" * 2_000_000)
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     async with world(tmp_path, half) as up:
         got = await ask(up, {})
@@ -272,8 +267,7 @@ async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_betwe
 
     async with world(tmp_path, stream) as up:
         for dies in (False, True):
-            reader, writer = await up.connect()
-            writer.write(request({"stream": True, "fake": dies}))
+            reader, writer = await up.connect(request({"stream": True, "fake": dies}))
             async with asyncio.timeout(60):
                 await reader.readuntil(b"\r\n\r\n")
                 for expected in (WORDS[0], WORDS[1], WORDS[2] + WORDS[3], b": ping\n\n", WORDS[4]):
@@ -296,8 +290,7 @@ async def test_an_error_frame_of_the_worker_is_not_repeated(tmp_path: Path) -> N
         await upstream.send(STREAM + chunk(WORDS[0]))
         await seen.wait()
         await upstream.send(chunk(frame))
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     seen = asyncio.Event()
     async with world(tmp_path, fail) as up:
@@ -313,8 +306,7 @@ async def test_a_stream_is_complete_although_the_connection_breaks_after_its_las
         await upstream.send(STREAM + chunk(WORDS[0]))
         await seen.wait()
         await upstream.send(b"".join(map(chunk, [*WORDS[1:], DONE])))
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     seen = asyncio.Event()
     async with world(tmp_path, almost) as up:
@@ -336,15 +328,13 @@ async def test_an_error_body_that_arrives_in_parts_is_one_frame_of_a_stream_that
 
     begun = asyncio.Event()
     async with world(tmp_path, refuse, settings=Settings(stream_commit_seconds=0.0, sse_ping_interval=0.05)) as up:
-        reader, writer = await up.connect()
-        writer.write(request({"stream": True}))
+        reader, _ = await up.connect(request({"stream": True}))
         head = await reader.readuntil(b": ping")
         begun.set()
         got = Got(head + await reader.read(), reset=False)
         assert got.status == 200
         assert got.body.split(b"\n\n")[-2] == b"data: " + error
         assert not got.whole
-        writer.close()
 
 
 async def test_comments_of_a_worker_are_forwarded_and_do_not_count_as_first_token(tmp_path: Path) -> None:
@@ -367,7 +357,6 @@ async def test_comments_of_a_worker_are_forwarded_and_do_not_count_as_first_toke
         await up.idle()
         await until(lambda: up.count('router_ttft_seconds_count{model="a"}') == 1)
         assert up.count('router_ttft_seconds_sum{model="a"}') > before, "the first token came later than the comment"
-        writer.close()
 
 
 @pytest.mark.parametrize("commit", [0.02, 30.0])
@@ -432,8 +421,7 @@ async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> No
 async def test_a_lost_worker_is_502_if_autoload_is_off(tmp_path: Path) -> None:
     async def die(upstream: Upstream) -> None:
         up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     async with world(tmp_path, die, settings=Settings(models_autoload=False)) as up:
         await up.fleet.load("a")
@@ -476,8 +464,7 @@ async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase:
     async with world(tmp_path, wait_for_the_end, load_seconds=0.5 if phase == "loading" else 0.0) as up:
         if phase != "loading":
             await up.fleet.load("a")
-        reader, writer = await up.connect()
-        writer.write(request({"stream": phase == "streaming", "x": "x" * size}))
+        reader, writer = await up.connect(request({"stream": phase == "streaming", "x": "x" * size}))
         await writer.drain()
         if phase == "streaming":
             await reader.readuntil(b"data:")
@@ -506,8 +493,7 @@ async def test_a_client_that_closes_at_the_last_event_has_its_whole_answer(tmp_p
         raise ConnectionError
 
     async with world(tmp_path, without_end) as up:
-        reader, writer = await up.connect()
-        writer.write(request({"stream": True}))
+        reader, writer = await up.connect(request({"stream": True}))
         await reader.readuntil(DONE)
         writer.close()
         await up.idle()
@@ -520,15 +506,13 @@ async def test_a_client_that_closes_at_the_last_event_has_its_whole_answer(tmp_p
 
 async def test_a_request_that_waits_follows_its_model_to_a_new_name(tmp_path: Path) -> None:
     async with world(tmp_path, send_whole, load_seconds=0.5) as up:
-        reader, writer = await up.connect()
-        writer.write(request({}))
+        reader, _ = await up.connect(request({}))
         for old, new in ("ab", "bc"):
             await until(partial(up.launcher.journal.__contains__, f"start {old}"))
             up.launcher.models[new] = up.launcher.models["a"]
             renamed = {new: replace(up.registry.shared_workers.find("a").preset, id=new, aliases=("a",))}
             up.registry.shared_workers.apply(renamed, worker_groups.group_presets(renamed))
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        writer.close()
 
 
 async def test_a_model_that_its_last_request_unloads_is_not_listed_as_loaded(tmp_path: Path) -> None:
@@ -557,17 +541,11 @@ async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(
             await upstream.send(END)
 
     async with world(tmp_path, much, settings=Settings(write_stall=0.3)) as up:
-        readers = []
         for count in range(100, 160):  # from what fits into buffers to what does not, in steps smaller than any
-            _, writer = await up.connect()
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            writer.write(request({"fake": count}))
-            readers.append(writer)
-        await until(lambda: len(up.requests) == len(readers))
+            await up.connect(request({"fake": count}), reads=False)
+        await until(lambda: len(up.requests) == len(up.clients))
         await up.idle()
         assert "disconnected: the client read nothing for 0.3 s (--write-stall)" in caplog.text
-        for writer in readers:
-            writer.transport.abort()
 
 
 @pytest.mark.slow
@@ -579,34 +557,22 @@ async def test_the_end_of_a_broken_stream_waits_for_its_reader_in_bounded_time(t
         with contextlib.suppress(ConnectionError):
             for _ in range(upstream.fake):
                 await upstream.send(chunk(b"data: " + b"x" * 3000 + b"\n\n"))
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     async with world(tmp_path, fill, settings=Settings(write_stall=0.3)) as up:
-        writers = []
         for count in range(20, 120, 4):  # from what fits into the kernel's buffer to what fits into none
-            _, writer = await up.connect()
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            writer.write(request({"stream": True, "fake": count}, headers=b"Connection: close\r\n"))
-            writers.append(writer)
-        await until(lambda: len(up.requests) == len(writers))
+            asked = request({"stream": True, "fake": count}, headers=b"Connection: close\r\n")
+            await up.connect(asked, reads=False)
+        await until(lambda: len(up.requests) == len(up.clients))
         await up.idle()
         await until(lambda: not connections(up))
-        for writer in writers:
-            writer.transport.abort()
 
 
 async def test_a_client_that_does_not_read_responses_of_the_router_is_dropped(tmp_path: Path) -> None:
     async with world(tmp_path, send_whole, settings=Settings(write_stall=0.3)) as up:
-        writers = []
         for path in ("/openapi.json", "/nothing"):
-            _, writer = await up.connect()
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 2000)
-            writers.append(writer)
+            await up.connect(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 2000, reads=False)
         await until(lambda: not connections(up))
-        for writer in writers:
-            writer.transport.abort()
 
 
 def connections(up: World) -> int:
@@ -618,8 +584,7 @@ def connections(up: World) -> int:
 @pytest.mark.parametrize("path", ["/models/sse", "/router/events"])
 async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(tmp_path: Path, path: str) -> None:
     async with world(tmp_path, send_whole, settings=Settings(write_stall=0.3)) as up:
-        reader, writer = await up.connect()
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        reader, writer = await up.connect(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         await reader.readuntil(b": open\n\n")
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         asked = 0
@@ -629,13 +594,11 @@ async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(
             assert (await ask(up, {})).status == 200
             asked += 1
         assert 1 < asked < 1000
-        writer.transport.abort()
 
 
 async def test_a_disconnect_from_an_event_stream_has_a_phase_of_its_own(tmp_path: Path) -> None:
     async with world(tmp_path, send_whole) as up:
-        reader, writer = await up.connect()
-        writer.write(b"GET /router/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader, writer = await up.connect(b"GET /router/events HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b": open\n\n")
         writer.transport.abort()
         await until(lambda: up.count('router_client_disconnects_total{phase="events"}') == 1)
@@ -664,11 +627,9 @@ async def test_many_requests_at_once_are_served_although_the_backlog_of_the_work
 async def test_a_body_of_any_size_arrives_unchanged(tmp_path: Path, size: int) -> None:
     async with world(tmp_path, send_whole) as up:
         sent = request({"x": "y" * size})
-        reader, writer = await up.connect()
-        writer.write(sent)
+        reader, _ = await up.connect(sent)
         assert b" 200 " in await reader.readline()
         assert up.requests[0].body == sent.partition(b"\r\n\r\n")[2]
-        writer.close()
 
 
 async def test_a_stream_that_exceeds_the_drain_timeout_ends_with_draining(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ async def test_a_warm_chat_request_crosses_few_modules(tmp_path: Path) -> None:
 
         await ask()  # loads the model
         crossed = await _modules_entered(ask)
-        writer.close()
     assert {"http/pipeline.py", "http/proxy.py", "launch/worker_client.py"} <= crossed, (
         "the trace does not see the request"
     )

@@ -7,7 +7,7 @@ import socket as unix_socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import httpx
 from aiohttp import web
@@ -56,6 +56,11 @@ class Upstream:
         self.writer.write(data)
         await self.writer.drain()
 
+    def break_off(self) -> NoReturn:
+        """End this connection in the middle of the response."""
+        self.writer.close()
+        raise ConnectionError
+
     async def left(self) -> None:
         """Wait until the router has closed this connection."""
         self._end = self._end or asyncio.ensure_future(self.reader.read())
@@ -65,6 +70,7 @@ class Upstream:
 
 
 Answering = Callable[[Upstream], Awaitable[None]]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class SocketWorker:
@@ -113,9 +119,16 @@ class World:
         self.listener: Listener
         self.requests: list[Upstream] = []  # those that the worker received
         self.errors: list[Mapping[str, Any]] = []  # from the loop's exception handler
+        self.clients: list[asyncio.StreamWriter] = []
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(str(self.socket), limit=1 << 24)
+    async def connect(self, data: bytes = b"", *, reads: bool = True) -> Connection:
+        """A client that has sent `data`. It is disconnected at the end of the world, if not before."""
+        reader, writer = await asyncio.open_unix_connection(str(self.socket), limit=1 << 24)
+        self.clients.append(writer)
+        if not reads:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(data)
+        return reader, writer
 
     def client(self, **headers: str) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
@@ -201,6 +214,8 @@ async def world(
     try:
         yield made
     finally:
+        for writer in made.clients:
+            writer.transport.abort()
         await fleet.close(force=True)
         await listener.close(1.0)
         await runner.cleanup()
@@ -265,8 +280,7 @@ async def dying(folder: Path, first: bytes, headers: bytes = STREAM) -> AsyncIte
         await upstream.send(headers + chunk(first))
         await seen.wait()
         up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
+        upstream.break_off()
 
     seen = asyncio.Event()
     async with world(folder, die) as up:
