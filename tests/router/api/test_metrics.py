@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,8 +29,8 @@ def samples(metrics: Metrics, model: str | None = None) -> dict[str, float]:
     return dict(lines())
 
 
-def made(*models: str) -> tuple[Schedule, Metrics]:
-    world = Schedule(dict.fromkeys(models, GIB))
+def made(*models: str, size: int = GIB, **changes: Any) -> tuple[Schedule, Metrics]:
+    world = Schedule(dict.fromkeys(models, size), **changes)
     return world, Metrics(world.fleet, world.events)
 
 
@@ -72,8 +73,7 @@ async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, re
 
 @virtual
 async def test_a_pull_is_no_load() -> None:
-    world = Schedule({"a": GIB}, missing=("a",))
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a", missing=("a",))
     worker = world.fleet.fetch("a")
     await worker.stopped.wait()
     assert worker.reason == "downloaded"
@@ -119,10 +119,8 @@ async def test_gauges_show_the_state_of_the_fleet() -> None:
     world = Schedule({"a": 2 * GIB, "b": GIB}, margin=GIB)
     metrics = Metrics(world.fleet, world.events)
     world.launcher.set_foreign(CPU, GIB)
-    asked = asyncio.create_task(world.ask("a", 20.0))
-    await asyncio.sleep(5)
-    waiting = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1)
+    asked = await world.asking("a", 20.0, wait=5)
+    waiting = await world.asking("b", wait=1)
     world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
     world.fleet.scheduler.plan_soon()
     await asyncio.sleep(0.01)
@@ -153,8 +151,7 @@ async def test_gauges_show_the_state_of_the_fleet() -> None:
 @virtual
 async def test_evictions_are_counted_by_memory_or_count() -> None:
     for settings, totals, reason in ((Settings(models_max=1), {CPU: 64 * GIB}, "count"), (Settings(), None, "memory")):
-        world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, settings=settings, totals=totals)
-        metrics = Metrics(world.fleet, world.events)
+        world, metrics = made("a", "b", size=5 * GIB, settings=settings, totals=totals)
         await world.ask("a")
         await asyncio.sleep(60)
         await world.ask("b")
@@ -164,8 +161,7 @@ async def test_evictions_are_counted_by_memory_or_count() -> None:
 
 @virtual
 async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
-    world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a", "aa", 'q"\\x')
     await world.ask("a")
     pulse = Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}, drafted=6, accepted=4)
     world.launcher.say("a", dataclasses.replace(pulse, drafts=3, accepted_at=[3, 1], batched=18, longest=15))
@@ -174,20 +170,15 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     world.launcher.say("a", RequestEnded(id="r", prompt_tokens=8, cached_tokens=3, completion_tokens=7))
     found = samples(metrics, "a")
     assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
-    assert found["llamacpp:prompt_tokens_total"] == 5.0
-    assert found["llamacpp:prompt_tokens_cached_total"] == 3.0
-    assert found["llamacpp:tokens_predicted_total"] == 7.0
-    assert found["llamacpp:prompt_seconds_total"] == 1.0
-    assert found["llamacpp:tokens_predicted_seconds_total"] == 3.0
-    assert found["llamacpp:n_decode_total"] == 9.0
-    assert found["llamacpp:requests_processing"] == 1.0
-    assert found["llamacpp:requests_deferred"] == 2.0
-    assert found["llamacpp:spec_decode_num_draft_tokens_total"] == 6.0
-    assert found["llamacpp:spec_decode_num_accepted_tokens_total"] == 4.0
-    assert found["llamacpp:spec_decode_num_drafts_total"] == 3.0
-    assert found['llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"}'] == 1.0
-    assert found["llamacpp:n_busy_slots_per_decode"] == 2.0
-    assert found["llamacpp:n_tokens_max_total"] == 15.0, "a counter, which this parser names so"
+    expected = {
+        "prompt_tokens_total": 5, "prompt_tokens_cached_total": 3, "tokens_predicted_total": 7,
+        "prompt_seconds_total": 1, "tokens_predicted_seconds_total": 3, "n_decode_total": 9, "requests_processing": 1,
+        "requests_deferred": 2,
+        "spec_decode_num_draft_tokens_total": 6, "spec_decode_num_accepted_tokens_total": 4,
+        "spec_decode_num_drafts_total": 3, 'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 1,
+        "n_busy_slots_per_decode": 2, "n_tokens_max_total": 15,  # a counter, which this parser names so
+    }  # fmt: skip
+    assert {name: found[f"llamacpp:{name}"] for name in expected} == expected
     lines = metrics.render("a").decode().splitlines()
     kinds = [line.split()[2] for line in lines if line.startswith("# TYPE llamacpp:")]
     assert [line.split()[2] for line in lines if line.startswith("# HELP llamacpp:")] == kinds
@@ -206,10 +197,9 @@ PULSE = Pulse(
 
 @virtual
 async def test_drafted_and_accepted_tokens_are_counted_for_models_that_draft() -> None:
-    world = Schedule({"a": GIB, "b": GIB})
+    world, metrics = made("a", "b")
     model = world.fleet.models["a"]
     model.preset = dataclasses.replace(model.preset, spec_type="ngram-simple")
-    metrics = Metrics(world.fleet, world.events)
     for name in ("a", "b"):
         await world.ask(name)
         world.launcher.say(name, dataclasses.replace(PULSE, drafted=40, accepted=25))
@@ -222,8 +212,7 @@ async def test_drafted_and_accepted_tokens_are_counted_for_models_that_draft() -
 
 @virtual
 async def test_the_figures_of_a_pulse_are_shown_while_the_worker_is_ready() -> None:
-    world = Schedule({"a": GIB, "b": GIB})
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a", "b")
     await world.ask("a")
     assert not any(name.startswith("worker_") for name in samples(metrics)), "there is no figure before the first pulse"
     world.launcher.say("a", PULSE)
@@ -251,11 +240,9 @@ async def test_the_figures_of_a_pulse_are_shown_while_the_worker_is_ready() -> N
 @virtual
 async def test_a_load_is_timed_by_stage_and_its_progress_is_shown() -> None:
     model = FakeModel(shards=(GIB,), download_seconds=40.0)
-    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a", models={"a": model}, missing=("a",))
     world.launcher.hold("start a")
-    asked = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(50)
+    asked = await world.asking("a", wait=50)
     (worker,) = world.fleet.models["a"].workers
     listen = world.launcher._listeners[str(worker)]
     for stage, done in (("start", 0), ("weights", 0), ("weights", GIB // 4)):
@@ -289,8 +276,7 @@ async def test_a_load_is_timed_by_stage_and_its_progress_is_shown() -> None:
 
 @virtual
 async def test_a_start_is_timed_by_stage_and_up_to_its_first_token() -> None:
-    world = Schedule({"a": GIB})
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a")
     spent = {"fork": 0.01, "read": 0.5, "of its own": 9.0}
     world.events.append("state", "a", worker=7, state="ready", load_seconds=0.51, spent=spent)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
@@ -305,8 +291,7 @@ async def test_a_start_is_timed_by_stage_and_up_to_its_first_token() -> None:
 
 @virtual
 async def test_bytes_that_were_on_disk_are_not_counted_as_downloaded() -> None:
-    world = Schedule({"a": GIB})
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a")
     for worker, done in ((1, 600), (1, 1000), (2, 1000), (2, 1000), (3, 0), (3, 10)):
         world.events.append("progress", "a", worker=worker, stage="download", done=done, total=1000)
     assert samples(metrics)['router_download_bytes_total{model="a"}'] == 410.0
@@ -326,10 +311,8 @@ async def test_responses_with_one_token_do_not_count_for_the_time_per_token() ->
 async def test_a_wait_is_counted_by_its_cause() -> None:
     """The first request starts the download, the second finds it running, the third finds a ready worker."""
     model = FakeModel(shards=(GIB,), download_seconds=20.0, load_seconds=3.0)
-    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
-    metrics = Metrics(world.fleet, world.events)
-    first = asyncio.create_task(world.ask("a", 30.0))
-    await asyncio.sleep(15)
+    world, metrics = made("a", models={"a": model}, missing=("a",))
+    first = await world.asking("a", 30.0, wait=15)
     await asyncio.gather(first, world.ask("a"))
     await world.ask("a")
     found = samples(metrics)
@@ -343,10 +326,8 @@ async def test_a_wait_is_counted_by_its_cause() -> None:
 @virtual
 async def test_waits_for_memory_and_for_a_slot_are_counted_separately(most: int, cause: str) -> None:
     size = GIB if most else 5 * GIB
-    world = Schedule({"a": size, "b": size}, settings=Settings(models_max=most, swap_patience=4.0))
-    metrics = Metrics(world.fleet, world.events)
-    busy = asyncio.create_task(world.ask("a", 20.0))
-    await asyncio.sleep(10)
+    world, metrics = made("a", "b", size=size, settings=Settings(models_max=most, swap_patience=4.0))
+    busy = await world.asking("a", 20.0, wait=10)
     await world.ask("b")
     await busy
     found = samples(metrics)
@@ -356,9 +337,8 @@ async def test_waits_for_memory_and_for_a_slot_are_counted_separately(most: int,
 @virtual
 async def test_residency_before_an_eviction_and_settling_of_memory_are_measured() -> None:
     models = {name: FakeModel(shards=(5 * GIB,), load_seconds=2.0) for name in "ab"}
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, models=models)
+    world, metrics = made("a", "b", size=5 * GIB, models=models)
     world.launcher.reading_lag = 0.7
-    metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
     await asyncio.sleep(58)
     await world.ask("b")
@@ -369,8 +349,7 @@ async def test_residency_before_an_eviction_and_settling_of_memory_are_measured(
 
 @virtual
 async def test_a_reading_below_the_margin_is_counted_once() -> None:
-    world = Schedule({"a": GIB}, margin=2 * GIB)
-    metrics = Metrics(world.fleet, world.events)
+    world, metrics = made("a", margin=2 * GIB)
     for used in (5, 7, 7.5, 3):
         world.launcher.set_foreign(CPU, int(used * GIB))
         await asyncio.sleep(1)
@@ -381,8 +360,7 @@ async def test_a_reading_below_the_margin_is_counted_once() -> None:
 
 @virtual
 async def test_the_lag_of_the_event_loop_is_measured() -> None:
-    world = Schedule({"a": GIB})
-    metrics = Metrics(world.fleet, world.events)
+    _, metrics = made("a")
     watching = asyncio.create_task(metrics.watch_the_loop())
     await asyncio.sleep(3.5)
     found = samples(metrics)

@@ -41,8 +41,7 @@ async def test_a_worker_starts_early_while_its_victim_stops() -> None:
 async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     world = two(prepare_seconds=1.0)
     await world.ask("a")
-    request = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(0.5)
+    request = await world.asking("b", wait=0.5)
     worker = world.worker("b")
     assert worker.state is State.QUEUED
     assert worker.reserved[CPU] > 400 * MIB, "the most that such a process may take, until it is measured"
@@ -81,8 +80,7 @@ async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
 async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     world = two(prepare_fails=[WorkerLost("b: config.json names no architecture", cause="load_failed", exit=3)])
     await world.ask("a")
-    with pytest.raises(LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$"):
-        await world.ask("b")
+    await world.refuses("b", LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$")
     assert at(world, "dismissed b") < at(world, "stop a") + 1.0
 
 
@@ -101,8 +99,7 @@ async def test_an_early_start_ends_for_a_demand_ahead_and_other_victims_do_not_w
     world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, settings=Settings(swap_patience=0.0))
     await world.ask("a")
     await world.ask("idle")
-    behind = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1.0)
+    behind = await world.asking("b", wait=1.0)
     assert "prepared b" in world.entries("")
     world.launcher.reading_lag = 1.5
     arrived = world.now

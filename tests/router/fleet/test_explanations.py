@@ -67,17 +67,14 @@ async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
 async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     """There is room for `c`, and `b` is going to take it."""
     world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
-    using = asyncio.create_task(world.ask("a", 20.0))
-    await asyncio.sleep(5)
+    using = await world.asking("a", 20.0, wait=5)
     assert (await world.fleet.scheduler.preview("c"))["decision"] == "start"
-    first = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1)
+    first = await world.asking("b", wait=1)
     assert (await world.fleet.scheduler.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
     world.fleet.models.apply({**world.presets, "b": replace(world.presets["b"], priority=0)})
     shown = await world.fleet.scheduler.preview("c")
     assert (shown["decision"], shown["cause"], shown["ahead"]) == ("wait", "memory", ["b"])
-    second = asyncio.create_task(world.ask("c"))
-    await asyncio.sleep(1)
+    second = await world.asking("c", wait=1)
     assert "start c" not in world.journal
     again = await world.fleet.scheduler.preview("c")
     assert {**shown, "devices": ()} == {**again, "devices": ()}, "as in the preview"
@@ -90,8 +87,7 @@ async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None
     crash, unusable = WorkerLost("died", cause="crashed", exit=1), WorkerLost("odd", cause="load_failed", exit=3)
     for name, lost in (("a", crash), ("b", unusable)):
         world.launcher.models[name].start_fails = [lost]
-        with pytest.raises(ApiError):
-            await world.ask(name)
+        await world.refuses(name, ApiError)
         with pytest.raises(ApiError) as refused:
             await world.ask(name)
         shown = await world.fleet.scheduler.preview(name)
@@ -111,14 +107,12 @@ async def test_the_eta_of_a_download_includes_the_load() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
     world = Schedule({"a": GIB}, models=models, missing=("a",), settings=Settings(queue_size=2))
     assert "not here yet" in (await world.fleet.scheduler.preview("a"))["message"]
-    first = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(20)
+    first = await world.asking("a", wait=20)
     worker = world.fleet.models["a"].open
     assert worker is not None
     worker.load.update("download", 20, 100, world.now)
     assert "being downloaded" in (await world.fleet.scheduler.preview("a"))["message"]
-    second = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(0)
+    second = await world.asking("a", wait=0)
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
     assert refused.value.retry_after == 60.0, "the most that is reported"
@@ -134,8 +128,7 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
     log.follow(world.events)
     await world.ask("a")
     await world.ask("b")
-    with pytest.raises(DoesNotFit):
-        await world.ask("huge")
+    await world.refuses("huge", DoesNotFit)
     found = plans(world)
     for expected in [("a", "start"), ("a", "drop"), ("a", "evict"), ("b", "wait"), ("b", "start"), ("huge", "refuse")]:
         assert expected in found
@@ -150,8 +143,7 @@ async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a", 6.0)
     key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access((), Settings())
-    running = asyncio.create_task(world.ask("a", 6.0))
-    await asyncio.sleep(0.1)
+    running = await world.asking("a", 6.0, wait=0.1)
     model, queue = world.fleet.model("a"), world.fleet.queue
     with access.running(key, lambda: queue.turnover(model)):
         with pytest.raises(QueueFull) as refused, access.running(key, lambda: queue.turnover(model)):

@@ -24,10 +24,8 @@ async def test_a_load_command_counts_towards_no_request_limit() -> None:
         world = Schedule({"a": GIB}, keys={"a": keys}, settings=settings)
         loading = [world.fleet.load("a"), world.fleet.ensure_loaded("a")]
         await asyncio.sleep(0.5)
-        first = asyncio.create_task(world.ask("a", 5.0))
-        await asyncio.sleep(0.5)
-        with pytest.raises(QueueFull, match="1 requests"):
-            await world.ask("a")
+        first = await world.asking("a", 5.0, wait=0.5)
+        await world.refuses("a", QueueFull, match="1 requests")
         assert await first < 2.0
         await asyncio.gather(*loading)
         assert await world.ask("a") == 0.0
@@ -37,10 +35,8 @@ async def test_a_load_command_counts_towards_no_request_limit() -> None:
 async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
     world = Schedule({"a": GIB, "b": GIB, "c": GIB}, settings=Settings(queue_size=1))
     await world.ask("a")
-    first = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(0.1)
-    with pytest.raises(QueueFull, match="--queue-size"):
-        await world.ask("c")
+    first = await world.asking("b", wait=0.1)
+    await world.refuses("c", QueueFull, match="--queue-size")
     assert await world.ask("a") == 0.0
     await first
     assert await world.ask("c") > 0.0
@@ -49,11 +45,9 @@ async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
 async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> None:
     """One request may run and one may wait. A further one gets the error of the first limit and changes nothing."""
     world = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 1, "queue_size": 1}})
-    first = asyncio.create_task(world.ask("a", 3.0))
-    await asyncio.sleep(0.1)
+    first = await world.asking("a", 3.0, wait=0.1)
     for _ in range(3):
-        with pytest.raises(QueueFull, match="max-concurrent"):
-            await world.ask("a")
+        await world.refuses("a", QueueFull, match="max-concurrent")
     assert len(world.worker("a").leases) == 1
     await first
     await world.ask("a")
@@ -64,8 +58,7 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
     waiting = [asyncio.create_task(world.ask("a")) for _ in range(2)]
     await asyncio.sleep(0.1)
     for _ in range(300):
-        with pytest.raises(QueueFull):
-            await world.ask("a")
+        await world.refuses("a", QueueFull)
         await asyncio.sleep(0.01)
     found = world.events_of("refused")
     assert [event.data["count"] for event in found] == [1, *[pytest.approx(100, abs=2)] * (len(found) - 1)]
@@ -83,8 +76,7 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
 async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, settings=Settings(queue_timeout=0.5))
     await world.ask("a")
-    with pytest.raises(QueueTimeout):
-        await world.ask("b")
+    await world.refuses("b", QueueTimeout)
     (event,) = world.events_of("refused")
     numbers = {name: event.data[name] for name in ("reason", "cause", "position", "limit_seconds")}
     assert numbers == {"reason": "queue_timeout", "cause": "memory", "position": 1, "limit_seconds": 0.5}
@@ -105,8 +97,7 @@ async def test_a_request_after_retry_after_is_tried_again() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [WorkerLost("died", cause="crashed", exit=1) for _ in range(6)]
     for attempt in range(1, 7):
-        with pytest.raises(LoadBackoff):
-            await world.ask("a")
+        await world.refuses("a", LoadBackoff)
         assert world.journal == ["start a"] * attempt
         with pytest.raises(LoadBackoff, match="next attempt in") as refused:
             await world.ask("a")
@@ -122,8 +113,7 @@ async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
     await world.ask("a")
     await world.fleet.unload("a")[0].stopped.wait()
     world.launcher.models["a"].load_seconds = 44.0
-    waiting = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(0.5)
+    waiting = await world.asking("a", wait=0.5)
     assert world.fleet.queue.eta(world.fleet.models["a"]) == pytest.approx(1.5, abs=0.2), "as it took before"
     for tenth in range(1, 4):
         await asyncio.sleep(4.0)
@@ -159,8 +149,7 @@ async def test_a_preview_never_changes_anything() -> None:
     }  # fmt: skip
     assert found["large"]["shortage"]["cpu"]["required"] == 9 * GIB
     assert (found["out"]["cause"], found["out"]["keep"], found["out"]["evict"]) == ("memory", {"pinned": "pinned"}, [])
-    waiting = asyncio.create_task(world.ask("out"))
-    await asyncio.sleep(0.1)
+    waiting = await world.asking("out", wait=0.1)
     again = await ask_all()
     assert {name: each["decision"] for name, each in again.items()} == {
         name: each["decision"] for name, each in found.items()
@@ -212,6 +201,5 @@ async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
     with world.fleet.lease("a") as lease:
         await lease.ready()
         world.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
-        waiting = asyncio.create_task(world.ask("b"))
-        await asyncio.sleep(1.0)
+        waiting = await world.asking("b", wait=1.0)
     assert await waiting < 5.0

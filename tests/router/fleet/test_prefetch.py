@@ -36,8 +36,7 @@ async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
     world = world_of("a", "b", "c", host=FILES - 1)
     using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
     await asyncio.sleep(5)
-    using.append(asyncio.create_task(world.ask("c")))
-    await asyncio.sleep(5)
+    using.append(await world.asking("c", wait=5))
     looks = world.files.looks
     for _ in range(20):
         world.fleet.scheduler.plan_now()

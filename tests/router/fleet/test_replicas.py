@@ -26,11 +26,7 @@ def workers(world: Schedule, model: str = "a") -> list[Worker]:
 
 async def load_of(world: Schedule, count: int, seconds: float = 30.0) -> list[asyncio.Task[float]]:
     """`count` requests for `a`, one after another within a second, each of `seconds`."""
-    asking = []
-    for _ in range(count):
-        asking.append(asyncio.create_task(world.ask("a", seconds)))
-        await asyncio.sleep(0.1)
-    return asking
+    return [await world.asking("a", seconds, wait=0.1) for _ in range(count)]
 
 
 async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_go_to_the_least_loaded() -> None:

@@ -201,8 +201,7 @@ async def test_memory_that_a_pulse_shows_to_be_free_is_used_at_once() -> None:
     required = 8 * GIB - 257 * MIB
     world.fleet.models.apply({**world.presets, "b": replace(world.presets["b"], required_memory={"": required})})
     with world.fleet.lease("a"):
-        waiting = asyncio.create_task(world.ask("b"))
-        await asyncio.sleep(1.0)
+        waiting = await world.asking("b", wait=1.0)
         assert "start b" not in world.journal
         pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 250 * MIB}, later=7 * MIB, unannounced=0)
         world.launcher.say("a", pulse)
@@ -270,10 +269,8 @@ async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     world = forking(a=model(), b=model())
     world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=True) - 100 * MIB)  # a forked one fits, no other
     world.launcher.hold("start a")
-    asking = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(1)
-    waiting = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1)
+    asking = await world.asking("a", wait=1)
+    waiting = await world.asking("b", wait=1)
     world.launcher.fork_server = False  # it died while b was in the queue
     world.launcher.release("start a")
     await asking
@@ -291,8 +288,7 @@ async def test_a_model_that_is_requested_before_the_fork_server_is_warm_is_estim
     world = forking(a=model())
     world.launcher.fork_server = False
     world.launcher.hold("imports")
-    asking = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(5)
+    asking = await world.asking("a", wait=5)
     assert "start a" not in world.journal
     world.launcher.fork_server = True
     world.launcher.release("imports")
@@ -310,8 +306,7 @@ def forking_only() -> Schedule:
 
 async def test_a_model_that_fits_only_if_it_is_forked_waits_for_the_imports_of_the_fork_server() -> None:
     world = forking_only()
-    asking = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(5)
+    asking = await world.asking("a", wait=5)
     assert "start a" not in world.journal
     world.launcher.fork_server = True
     world.launcher.release("imports")
@@ -321,8 +316,7 @@ async def test_a_model_that_fits_only_if_it_is_forked_waits_for_the_imports_of_t
 
 async def test_it_is_refused_if_the_fork_server_exits_before() -> None:
     world = forking_only()
-    asking = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(5)
+    asking = await world.asking("a", wait=5)
     world.launcher.release("imports")
     with pytest.raises(DoesNotFit):
         await asking
@@ -333,10 +327,8 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     world.launcher.fork_server = False
     world.launcher.hold("start a")
     world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=False) - 100 * MIB)
-    asking = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(1)
-    waiting = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1)
+    asking = await world.asking("a", wait=1)
+    waiting = await world.asking("b", wait=1)
     world.launcher.fork_server = True  # warm only now: b was estimated as an executed one
     world.launcher.release("start a")
     await asking
@@ -470,12 +462,10 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
 async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_back() -> None:
     launcher = FakeLauncher(TOTALS, {name: FakeModel(shards=(5 * GIB,)) for name in "abc"}, reading_lag=3.0)
     world = Schedule(dict.fromkeys("abc", 5 * GIB), totals=TOTALS, launcher=launcher)
-    serving = asyncio.create_task(world.ask("a", seconds=20.0))
-    await asyncio.sleep(5)
+    serving = await world.asking("a", seconds=20.0, wait=5)
     worker = world.worker("a")
     world.fleet.unload("a")
-    coming = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(5)
+    coming = await world.asking("b", wait=5)
     assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a"]), "it drains and keeps its reservation"
     await serving
     await asyncio.sleep(0.2)
@@ -515,8 +505,7 @@ async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_stat
     world = forking(a=model())
     world.launcher.fork_server = False
     world.files.checkpoint = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
-    with pytest.raises(LoadFailed, match="set required-memory"):
-        await world.ask("a")
+    await world.refuses("a", LoadFailed, match="set required-memory")
     world.files.checkpoint = replace(LLAMA, kv_heads=0)
     world.files.change("a")
     world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
@@ -538,8 +527,7 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     world.files.checkpoint = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
                                 elements=weights // 2, bytes=weights)})  # fmt: skip
     world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
-    with pytest.raises(Exception, match="does not fit on empty devices"):
-        await world.ask("a")
+    await world.refuses("a", Exception, match="does not fit on empty devices")
     assert world.journal == ["estimate a"]
 
 
@@ -551,8 +539,7 @@ async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
     ):
         models = {"a": FakeModel(shards=(GIB,))}
         world = Schedule({"a": GIB}, totals={CPU: total}, margin=64 * MIB, models=models, stated=stated)
-        with pytest.raises(DoesNotFit, match=rf"MiB\); {way_out}$"):
-            await world.ask("a")
+        await world.refuses("a", DoesNotFit, match=rf"MiB\); {way_out}$")
         await world.stop()
 
 

@@ -189,8 +189,7 @@ async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
     assert value(world, "a") == "sleeping"
     gone = WorkerLost("there is no config.json", cause="load_failed", exit=3)
     world.launcher.models["a"].start_fails.append(gone)
-    with pytest.raises(LoadFailed, match="config"):
-        await world.ask("a")
+    await world.refuses("a", LoadFailed, match="config")
     await settled(world)
     assert value(world, "a") == "unloaded"
     assert "a" not in world.launcher.locked

@@ -175,6 +175,19 @@ class Schedule:
             await asyncio.sleep(seconds)
         return waited
 
+    async def asking(self, model: str, seconds: float = 1.0, *, wait: float) -> asyncio.Task[float]:
+        """Send such a request in a task, and let `wait` seconds pass."""
+        task = asyncio.create_task(self.ask(model, seconds))
+        await asyncio.sleep(wait)
+        return task
+
+    async def refuses(self, model: str, error: type[Exception], *, match: str | None = None) -> None:
+        """Send a request that ends with such an error."""
+        import pytest  # scripts use this module, too
+
+        with pytest.raises(error, match=match):
+            await self.ask(model)
+
     async def stop(self) -> None:
         await self.fleet.close()
         assert self.launcher.over_commits == []
