@@ -38,6 +38,11 @@ def snapshot(folder: Path, config: Mapping[str, Any] = LLAMA, tensors: Tensors =
     return folder
 
 
+def refuses(folder: Path, message: str) -> None:
+    with pytest.raises(UnknownCheckpoint, match=message):
+        read(folder)
+
+
 def test_a_plain_decoder_is_read_whole(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path))
     assert (facts.model_type, facts.dtype) == ("llama", "bfloat16")
@@ -202,8 +207,7 @@ def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> Non
 
 def test_quantized_weights_without_a_method_are_refused(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, tensors={**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])})
-    with pytest.raises(UnknownCheckpoint, match=r"mlp\.qweight\), but config.json has no quantization_config at its"):
-        read(folder)
+    refuses(folder, r"mlp\.qweight\), but config.json has no quantization_config at its")
     override = '{"quantization_config": {"quant_method": "gptq", "bits": 4}}'
     assert read(folder, override=override).quantization == "gptq"
 
@@ -345,15 +349,13 @@ def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert read(tmp_path).params == 12800
     (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(UnknownCheckpoint, match=r"lacks two\.safetensors"):
-        read(tmp_path)
+    refuses(tmp_path, r"lacks two\.safetensors")
 
 
 def test_an_index_that_is_larger_than_any_header_is_not_read(tmp_path: Path) -> None:
     with (snapshot(tmp_path) / "model.safetensors.index.json").open("wb") as file:
         file.truncate(200 << 20)
-    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors\.index\.json is larger than"):
-        read(tmp_path)
+    refuses(tmp_path, r"model\.safetensors\.index\.json is larger than")
 
 
 def test_files_outside_the_snapshot_are_not_opened(tmp_path: Path) -> None:
@@ -368,8 +370,7 @@ def test_files_outside_the_snapshot_are_not_opened(tmp_path: Path) -> None:
         assert read(folder).head_elements == 0
     for name in ("../elsewhere/model.safetensors", f"{tmp_path}/elsewhere/model.safetensors"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-        with pytest.raises(UnknownCheckpoint, match="which is not a file in the same folder; fetch it again"):
-            read(folder)
+        refuses(folder, "which is not a file in the same folder; fetch it again")
 
 
 def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> None:
@@ -451,8 +452,7 @@ def test_the_identity_does_not_depend_on_the_folder(tmp_path: Path) -> None:
 def test_random_weights_count_the_tensors_that_the_config_implies(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UnknownCheckpoint, match="load-format = dummy"):
-        read(folder)
+    refuses(folder, "load-format = dummy")
     facts = read(folder, needs_weights=False)
     exact = 2 * 100 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
     assert exact <= facts.params <= 1.05 * exact
@@ -553,16 +553,14 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_a_damaged_weight_file_is_named(tmp_path: Path, content: bytes) -> None:
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors .*fetch it again"):
-        read(folder)
+    refuses(folder, r"model\.safetensors .*fetch it again")
 
 
 @pytest.mark.parametrize("config", ["", "{", "[]", "\xff"])
 def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
     folder = snapshot(tmp_path)
     (folder / "config.json").write_bytes(config.encode("latin-1"))
-    with pytest.raises(UnknownCheckpoint, match=r"config\.json"):
-        read(folder)
+    refuses(folder, r"config\.json")
 
 
 @pytest.mark.parametrize(
@@ -585,8 +583,7 @@ def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
     ids=str,
 )
 def test_an_impossible_config_is_rejected_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(UnknownCheckpoint, match=r"config\.json describes no model .*fetch it again"):
-        read(snapshot(tmp_path, **changes))
+    refuses(snapshot(tmp_path, **changes), r"config\.json describes no model .*fetch it again")
 
 
 @pytest.mark.parametrize("kinds", [{"layer_types": ["mamba"] * 9}, {"attn_layer_indices": [0, 1, 2, 3]}], ids=str)
@@ -609,29 +606,22 @@ def test_impossible_tensor_offsets_are_rejected(tmp_path: Path, entry: dict[str,
     good = {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}
     text = json.dumps({"good": good, "odd": entry}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(9))
-    with pytest.raises(UnknownCheckpoint, match="cannot lie from"):
-        read(folder)
+    refuses(folder, "cannot lie from")
 
 
 def test_a_folder_without_a_snapshot_is_rejected_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(UnknownCheckpoint, match="is no folder"):
-        read(tmp_path / "missing")
-    with pytest.raises(UnknownCheckpoint, match=r"has no config\.json"):
-        read(tmp_path)
+    refuses(tmp_path / "missing", "is no folder")
+    refuses(tmp_path, r"has no config\.json")
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UnknownCheckpoint, match=r"pytorch_model\.bin is no file of torch\.save; fetch it again"):
-        read(folder)
+    refuses(folder, r"pytorch_model\.bin is no file of torch\.save; fetch it again")
     (folder / "pytorch_model.bin").rename(folder / "model.pt")
-    with pytest.raises(UnknownCheckpoint, match=r"only model\.pt; of pickled weights only pytorch_model\.bin"):
-        read(folder)
+    refuses(folder, r"only model\.pt; of pickled weights only pytorch_model\.bin")
     (folder / "model.pt").rename(folder / "model.gguf")
-    with pytest.raises(UnknownCheckpoint, match=r"only GGUF weights .*: GGUF needs the llama-server engine"):
-        read(folder)
+    refuses(folder, r"only GGUF weights .*: GGUF needs the llama-server engine")
     (folder / "model.gguf").unlink()
     (folder / "model.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors is no file, or a link to none; fetch it again"):
-        read(folder)
+    refuses(folder, r"model\.safetensors is no file, or a link to none; fetch it again")
 
 
 def test_reading_time_is_linear_in_the_number_of_tensors(tmp_path: Path) -> None:
@@ -669,6 +659,5 @@ def test_pickled_weights_have_the_facts_of_safetensors(tmp_path: Path) -> None:
 
 def test_weights_that_are_pickled_with_code_have_no_facts(tmp_path: Path) -> None:
     folder = poison(tiny.make("llama", tmp_path / "model"), tmp_path / "trace")
-    with pytest.raises(UnknownCheckpoint, match=r"pytorch_model\.bin needs _?io\.open, which could run code; take a"):
-        read(folder)
+    refuses(folder, r"pytorch_model\.bin needs _?io\.open, which could run code; take a")
     assert not (tmp_path / "trace").exists()

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -349,6 +349,14 @@ def is_marked(segment: Segment) -> bool:
 MARKED = (13, 5, 6)
 
 
+async def in_one_batch(asked: threading.Event, *answers: Coroutine[Any, Any, CollectedChoice]) -> list[Any]:
+    """Answers, or errors, of requests whose first step begins when `asked` is set, however slow the machine is."""
+    tasks = [asyncio.create_task(each) for each in answers]
+    await asyncio.sleep(0)
+    asked.set()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_steps_run_on_one_thread_with_helpers_up_to_the_presets_number(llama: Path) -> None:
     seen: set[tuple[str, int]] = set()
 
@@ -430,10 +438,8 @@ async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
     engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         prompts = [(20 + index, 5, 6) for index in range(3)]
-        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=5)) for prompt in prompts]
-        await asyncio.sleep(0)
-        asked.set()
-        await asyncio.gather(*tasks)
+        answers = await in_one_batch(asked, *(complete_one(engine, prompt, max_tokens=5) for prompt in prompts))
+        assert all(isinstance(each, CollectedChoice) for each in answers)
         assert len(full) == 1
         freed = sorted(call for call in runner.calls if call.startswith("forget"))
         assert set(freed) == {"forget 0", "forget 1", "forget 2"}
@@ -464,12 +470,9 @@ async def test_prompt_logprobs_are_complete_after_a_preemption(llama: Path) -> N
     prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
     engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=2, prefill_chunk=16)
     async with serving(engine):
-        tasks = [
-            asyncio.create_task(complete_one(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts
-        ]
-        await asyncio.sleep(0)
-        asked.set()
-        first, second = await asyncio.gather(*tasks)
+        first, second = await in_one_batch(
+            asked, *(complete_one(engine, each, max_tokens=4, prompt_logprobs=True) for each in prompts)
+        )
         alone = await complete_one(engine, prompts[1], max_tokens=4, prompt_logprobs=True)
     assert {start % 16 for start, _ in seen} >= {0, 8}, "cut in two ways"
     assert [each.token for each in first.prompt_logprobs] == list(prompts[0])
@@ -515,10 +518,8 @@ async def test_a_request_whose_steps_run_out_of_memory_twice_fails_and_no_other(
     engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         lengths = {PROMPT: 3, (7, 8): 40, MARKED: 9}
-        tasks = [asyncio.create_task(complete_one(engine, each, max_tokens=most)) for each, most in lengths.items()]
-        await asyncio.sleep(0)
-        asked.set()
-        *others, failed = await asyncio.gather(*tasks, return_exceptions=True)
+        wanted = (complete_one(engine, each, max_tokens=most) for each, most in lengths.items())
+        *others, failed = await in_one_batch(asked, *wanted)
         assert isinstance(failed, SequenceFailed)
         expected = [generated(model, prompt, lengths[prompt]) for prompt in (PROMPT, (7, 8))]
         assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
@@ -538,10 +539,8 @@ async def test_an_error_of_the_second_try_ends_its_request_and_no_other(llama: P
     engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         prompts = [MARKED, PROMPT, (7, 8)]
-        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=9)) for prompt in prompts]
-        await asyncio.sleep(0)
-        asked.set()
-        failed, *others = await asyncio.gather(*tasks, return_exceptions=True)
+        wanted = (complete_one(engine, prompt, max_tokens=9) for prompt in prompts)
+        failed, *others = await in_one_batch(asked, *wanted)
         assert isinstance(failed, SequenceFailed)
         expected = [generated(model, prompt, 9) for prompt in prompts[1:]]
         assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
@@ -564,10 +563,8 @@ async def test_the_tensors_of_a_step_without_memory_are_free_before_it_is_tried_
     engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=2)
     async with serving(engine):
         prompts = [(20 + index, 5, 6) for index in range(2)]
-        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=5)) for prompt in prompts]
-        await asyncio.sleep(0)
-        asked.set()
-        await asyncio.gather(*tasks)
+        answers = await in_one_batch(asked, *(complete_one(engine, prompt, max_tokens=5) for prompt in prompts))
+        assert all(isinstance(each, CollectedChoice) for each in answers)
     assert alive
     assert not any(alive)
 

@@ -99,6 +99,13 @@ def engine(llama: Path) -> Iterator[TransformersEngine]:
     asyncio.run(made.close())
 
 
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="module")
 def model(llama: Path) -> Any:
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(llama)
@@ -226,9 +233,7 @@ def test_the_message_for_a_grammar_names_its_fault(grammar: Grammar, remedy: str
     assert caught.value.message.startswith(f"{grammar.field} cannot be compiled: {remedy}")
 
 
-async def test_a_lenient_schema_ignores_unsupported_keywords_only(
-    engine: TransformersEngine,
-) -> None:
+async def test_a_lenient_schema_ignores_unsupported_keywords_only(engine: TransformersEngine) -> None:
     asked = {"type": "string", "maxLength": 3, "not": {"const": "a"}}
     collected = await complete_one(engine, PROMPT, grammar=schema(asked, lenient=True), max_tokens=60, sampling=warm(1))
     assert len(json.loads(collected.text)) <= 3
@@ -375,8 +380,9 @@ def test_a_mask_that_takes_too_long_fails_and_those_behind_it_are_computed() -> 
     grammars.close()
 
 
-def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_delay_the_caller() -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_delay_the_caller(
+    grammars: Grammars,
+) -> None:
     slow, usual = grammars.matcher(Grammar("regex", "ab")), grammars.matcher(Grammar("regex", "(ab)"))
     expected = usual.of_choice()
     assert slow.allowed([66, 67]) == 2
@@ -396,12 +402,10 @@ def test_masks_of_slow_grammars_do_not_delay_usual_ones_nor_do_their_tokens_dela
         release.set()
         assert np.array_equal(late.future.result(DEADLINE), expected.next_mask(grammars.mask_bytes))
     assert slow.is_over
-    grammars.close()
 
 
-def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar() -> None:
+def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar(grammars: Grammars) -> None:
     """llguidance would wait, with the interpreter lock."""
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
     first, second, usual = (grammars.matcher(Grammar("regex", regex)) for regex in ("abc", "abc", "(abc)"))
     expected = usual.of_choice()
     with first.lexer.lock:  # held while a mask is computed
@@ -419,12 +423,12 @@ def test_a_request_does_not_wait_for_a_mask_of_another_one_with_the_same_grammar
     assert not mask.future.done(), "it is computed behind the slow one"
     release.set()
     assert np.array_equal(mask.future.result(DEADLINE), expected.next_mask(grammars.mask_bytes))
-    grammars.close()
 
 
 @pytest.mark.parametrize("is_known_slow", [False, True])
-def test_masks_do_not_wait_behind_one_that_waits_for_a_mask_of_its_grammar(is_known_slow: bool) -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+def test_masks_do_not_wait_behind_one_that_waits_for_a_mask_of_its_grammar(
+    is_known_slow: bool, grammars: Grammars
+) -> None:
     first, second, other = (grammars.matcher(Grammar("regex", regex)) for regex in ("abc", "abc", "(abc)"))
     for matcher in (first, second, other):
         matcher.take(66)
@@ -435,18 +439,15 @@ def test_masks_do_not_wait_behind_one_that_waits_for_a_mask_of_its_grammar(is_kn
         mask = grammars.mask(other).future.result(DEADLINE)
         assert not waiting.future.done()
     assert np.array_equal(waiting.future.result(DEADLINE), mask)
-    grammars.close()
 
 
-def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken() -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+def test_the_last_token_of_a_slow_grammar_follows_those_that_it_has_not_taken(grammars: Grammars) -> None:
     matcher = grammars.matcher(Grammar("regex", "ab"))
     matcher.is_slow = True
     assert not matcher.take(66)  # both are accepted tokens of one draft
     assert not matcher.take(67)
     grammars.mask(matcher).future.result(DEADLINE)
     assert matcher.is_over
-    grammars.close()
 
 
 class SlowThread(WorkThread):
@@ -550,8 +551,7 @@ def optional(count: int) -> str:
     return "root ::= " + " ".join(f'"{number:x}"?' for number in range(count))
 
 
-def test_a_grammar_that_is_too_large_is_rejected_without_the_text_of_a_panic() -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+def test_a_grammar_that_is_too_large_is_rejected_without_the_text_of_a_panic(grammars: Grammars) -> None:
     with pytest.raises(InvalidValue, match=r"^ebnf cannot be compiled: ") as failure:
         grammars.matcher(Grammar("gbnf", optional(33_000), "ebnf"))
     assert "panic" not in failure.value.message
@@ -560,17 +560,15 @@ def test_a_grammar_that_is_too_large_is_rejected_without_the_text_of_a_panic() -
         grammars.matcher(Grammar("gbnf", "#" * (1 << 19), "ebnf"))
 
 
-def test_a_grammar_with_too_many_alternatives_is_an_error_of_the_request() -> None:
+def test_a_grammar_with_too_many_alternatives_is_an_error_of_the_request(grammars: Grammars) -> None:
     tokenizer = tiny.make_tokenizer("llama")
-    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
     matcher = grammars.matcher(Grammar("gbnf", "root ::= " + " | ".join(f'"a{i}"' for i in range(5000)), "ebnf"))
     [first, *_] = tokenizer.encode("a4", add_special_tokens=False)
     with pytest.raises(InvalidValue, match=r"ebnf is too complex: .* max is 2000"):
         matcher.take(first)
 
 
-async def test_long_grammars_do_not_delay_short_ones_and_a_departed_client_delays_nobody() -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+async def test_long_grammars_do_not_delay_short_ones_and_a_departed_client_delays_nobody(grammars: Grammars) -> None:
     release = threading.Event()
     grammars._compilers[1].submit(release.wait)  # a long grammar that is compiled
     long = asyncio.create_task(grammars.compiled(Grammar("gbnf", optional(1300), "ebnf")))
@@ -583,7 +581,6 @@ async def test_long_grammars_do_not_delay_short_ones_and_a_departed_client_delay
     release.set()
     assert (await long).failure == ""
     assert Grammar("gbnf", optional(1400), "ebnf") not in grammars._compiled
-    grammars.close()
 
 
 async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_error_is_kept() -> None:
@@ -601,9 +598,8 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_erro
     grammars.close()
 
 
-def test_a_slow_grammar_takes_a_token_on_another_thread_and_not_under_the_interpreter_lock() -> None:
+def test_a_slow_grammar_takes_a_token_on_another_thread_and_not_under_the_interpreter_lock(grammars: Grammars) -> None:
     tokenizer = tiny.make_tokenizer("llama")
-    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
     slow, usual = grammars.matcher(BOMB), grammars.matcher(BOMB)
     token = tokenizer.encode(" worker", add_special_tokens=False)[-1]
     for _ in range(6):
@@ -620,7 +616,6 @@ def test_a_slow_grammar_takes_a_token_on_another_thread_and_not_under_the_interp
         seconds.append(time.thread_time() - begin)
     assert seconds[0] < seconds[1] / 4, "the CPU time of this thread"
     assert np.array_equal(slow.next_mask(grammars.mask_bytes), usual.next_mask(grammars.mask_bytes))
-    grammars.close()
 
 
 REFERENCES = {
@@ -633,11 +628,11 @@ TERMINALS = "".join(f"T{number}: T{number + 1}?\n" for number in range(6000))
 @pytest.mark.parametrize(
     "grammar", [Grammar("json_schema", json.dumps(SCHEMA)), Grammar("lark", f'start: T0\n{TERMINALS}T6000: "z"')]
 )
-async def test_rules_that_refer_to_each_other_in_a_long_chain_do_not_end_the_process(grammar: Grammar) -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+async def test_rules_that_refer_to_each_other_in_a_long_chain_do_not_end_the_process(
+    grammar: Grammar, grammars: Grammars
+) -> None:
     matcher = await grammars.compiled(grammar)
     assert grammars.mask(matcher).future.result(DEADLINE).any()
-    grammars.close()
 
 
 class CountedClock:
@@ -717,8 +712,7 @@ def test_compiled_grammars_that_took_long_are_kept_for_a_limited_time_together()
     assert list(grammars.begun.queue)[6:] == ["d"], "the last one is kept in any case"
 
 
-def test_the_memory_of_large_regular_expressions_does_not_add_up() -> None:
-    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+def test_the_memory_of_large_regular_expressions_does_not_add_up(grammars: Grammars) -> None:
     grammars.matcher(Grammar("regex", "a"))
     memory.give_back()
     before = memory.resident()
@@ -778,10 +772,9 @@ def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
 
 @pytest.mark.parametrize("special", [{}, {"</think>": 0}])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_open: bool) -> None:
+def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_open: bool, grammars: Grammars) -> None:
     """`</think>` as letters, and as a token of its own (here: that of `<s>`)."""
     tokenizer = tiny.make_tokenizer("llama")
-    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
     before = preamble(find("</think>", None), is_open=is_open, special=special)
     end = [0] if special else tokenizer.encode("</think>", add_special_tokens=False)
 
@@ -871,7 +864,7 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
     ],
 )
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_required_call_is_one_that_is_parsed(source: str, answer: str, calls: int) -> None:
+def test_a_required_call_is_one_that_is_parsed(source: str, answer: str, calls: int, grammars: Grammars) -> None:
     family = find(source, None)
     assert family is not None
     syntax = call_syntax(family)
@@ -883,12 +876,10 @@ def test_a_required_call_is_one_that_is_parsed(source: str, answer: str, calls: 
         answer = f"{before}{call}{syntax.each[1]}{syntax.between}{syntax.each[0]}{call}{after}"
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
     tokenizer = tiny.make_tokenizer("llama")
-    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
     matcher = grammars.matcher(tools.grammar(tools.ToolOptions([tool], [tool], is_required=True), syntax, {}))
     for token in tokenizer.encode(answer, add_special_tokens=False):
         matcher.take(token)
     matcher.take(EOS)
-    grammars.close()
     parser = AnswerParser(ParseOptions(chat_format=family, tools=[tool], is_constrained=True))
     parts = [*(part for letter in answer for part in parser.push(letter)), *parser.finish()]
     assert [part.call and (part.call.name, part.call.arguments) for part in parts] == [("f", '{"a":1}')] * calls
