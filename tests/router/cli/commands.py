@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tests.sparse import write_weights
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """The exit code of a command, and its output."""
 
     code: int
@@ -20,7 +20,7 @@ class Said(NamedTuple):
         return json.loads(self.out)
 
 
-Run = Callable[..., Said]
+Run = Callable[..., CommandResult]
 Estimate = Callable[..., tuple[int, Any]]
 """`router estimate --json`: its exit code, and the document that it prints."""
 CONFIG = {

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from router.cli.main import main
-from tests.router.cli.commands import Estimate, Run, Said
+from tests.router.cli.commands import CommandResult, Estimate, Run
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `router WORDS` in this process. `code`: the exit code that it must have."""
 
-    def ran(*words: str, code: int | None = None) -> Said:
-        said = Said(main(words), *capsys.readouterr())
+    def ran(*words: str, code: int | None = None) -> CommandResult:
+        said = CommandResult(main(words), *capsys.readouterr())
         assert code in (None, said.code), said
         return said
 

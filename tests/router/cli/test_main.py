@@ -241,28 +241,24 @@ def test_check_reports_quantization_that_no_load_takes(run: Run, tmp_path: Path)
     assert third.startswith(f"{path}:10: [d] the checkpoint is quantized with sparseml, which this version cannot load")
 
 
-def test_check_warns_of_a_folder_that_no_load_takes_beside_others(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_warns_of_a_folder_that_no_load_takes_beside_others(run: Run, tmp_path: Path) -> None:
     foreign = write(tmp_path / "store" / "foreign", quantization_config={"quant_method": "exl2"})
     why = "[foreign] the checkpoint is quantized with exl2, which this version cannot load"
     words = ("check", "--models-dir", str(tmp_path / "store"), "--no-models-cache")
-    assert run(capsys, *words)[0] == 1, "nothing else is served"
+    assert run(*words)[0] == 1, "nothing else is served"
     write(tmp_path / "store" / "plain")
-    code, out, _ = run(capsys, *words)
+    code, out, _ = run(*words)
     warning, last = out.splitlines()
     assert (code, last) == (0, "2 models, no fault: foreign plain")
     assert warning.startswith("warning: ")
     assert why in warning
-    assert run(capsys, *words, "--strict-presets")[0] == 1
-    code, out, _ = run(capsys, *words, "--models-preset", preset(tmp_path, f"[named]\nmodel = {foreign}\n"))
+    assert run(*words, "--strict-presets")[0] == 1
+    code, out, _ = run(*words, "--models-preset", preset(tmp_path, f"[named]\nmodel = {foreign}\n"))
     assert code == 1, "a section names it"
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_check_reports_experts_that_are_quantized_one_by_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
-) -> None:
+def test_check_reports_experts_that_are_quantized_one_by_one(run: Run, tmp_path: Path, method: str) -> None:
     quantization = {"quant_method": method, "bits": 4, "group_size": 128}
     mixture = write(tmp_path / "mixture", quantization_config=quantization)
     dense = write(tmp_path / "dense", quantization_config=quantization)
@@ -270,7 +266,7 @@ def test_check_reports_experts_that_are_quantized_one_by_one(
         write_weights(folder / "model.safetensors", {f"model.layers.0.{layer}.up_proj.qweight": ("I32", [8, 128])})
     own = f"[own]\nmodel = {mixture}\ntrust-remote-code = on\n"
     path = preset(tmp_path, f"[mixture]\nmodel = {mixture}\n[dense]\nmodel = {dense}\n{own}")
-    _, out, _ = run(capsys, "check", path)
+    _, out, _ = run("check", path)
     [fault] = [line for line in out.splitlines() if line.startswith(path)]
     assert fault.startswith(f"{path}:2: [mixture] transformers computes the experts of a layer in one tensor")
     assert f"quantized with {method} (model.layers.0.mlp.experts.0.up_proj.qweight); take one that is" in fault

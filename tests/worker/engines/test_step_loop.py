@@ -124,7 +124,7 @@ class Counting:
 
 def started(work: Any, **changes: Any) -> StepLoop:
     """A step loop that reads nothing of this process but what a test states."""
-    readings = {"pulse": lambda _: None, "measured": dict, "later": lambda: 0, "threads": lambda: 1}
+    readings: dict[str, Any] = {"pulse": lambda _: None, "measured": dict, "later": lambda: 0, "threads": lambda: 1}
     return StepLoop(work, Outbox(), **readings | changes)
 
 
