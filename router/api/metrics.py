@@ -6,7 +6,7 @@ all names that share the worker (`a,b`), so that nothing counts twice.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
 from itertools import accumulate
 from typing import ClassVar
@@ -55,8 +55,9 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
         self._fetched: dict[str, tuple[int, int]] = {}  # by model: the worker that downloads, and its bytes so far
+        self._removed: set[str] = set()  # models whose series are still there
         # fmt: off
-        # Of every request
+        # With a model, or of every request
         self.requests = RequestCounter("router_requests", "Finished requests.", ("model", "endpoint", "code"))
         self.ttft = RequestHistogram("router_ttft_seconds", "From arrival to the first byte of the response.",
             ("model",), WAITS)
@@ -67,32 +68,33 @@ class Metrics:
         self._token_count = RequestCounter("router_tokens", "Tokens by kind.", ("model", "kind"))
         self._step_seconds = RequestCounter("router_step_seconds",
             "Seconds that requests spent in steps of the engine, by stage.", ("model", "stage"))
-        self._of_requests = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count,
-            self._step_seconds)
+        self._loads = RequestCounter("router_loads", "Loads by outcome.", ("model", "result"))
+        self._load_seconds = RequestHistogram("router_load_seconds",
+            "Loads by stage; total: from the start of a worker to ready.", ("model", "stage"), WAITS)
+        self._start_seconds = RequestHistogram("router_start_seconds",
+            "Duration of a start by stage; first_token: of the first request, from its arrival at the worker.",
+            ("model", "stage"), (0.001, 0.003, *WAITS))
+        self._downloaded = RequestCounter("router_download_bytes", "Downloaded bytes.", ("model",))
+        self._evictions = RequestCounter("router_evictions", "Workers evicted by the planner.", ("model", "reason"))
+        self._queued = RequestHistogram("router_queue_seconds",
+            "Waits of requests by cause; requests that found a ready worker are not counted.", ("model", "cause"),
+            WAITS)
+        self._exits = RequestCounter("router_worker_exits", "Workers that exited.", ("model", "reason"))
+        self._of_models = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count,
+            self._step_seconds, self._loads, self._load_seconds, self._start_seconds, self._downloaded,
+            self._evictions, self._queued, self._exits)
         # Of rarer events
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.rejections = counter("router_rejections", "Rejected requests.", ["reason"])
         self.disconnects = counter("router_client_disconnects", "Clients that disconnected early.", ["phase"])
-        self._loads = counter("router_loads", "Loads by outcome.", ["model", "result"])
-        self._load_seconds = histogram("router_load_seconds",
-            "Loads by stage; total: from the start of a worker to ready.", ["model", "stage"], buckets=WAITS)
-        self._start_seconds = histogram("router_start_seconds",
-            "Duration of a start by stage; first_token: of the first request, from its arrival at the worker.",
-            ["model", "stage"], buckets=(0.001, 0.003, *WAITS))
-        self._downloaded = counter("router_download_bytes", "Downloaded bytes.", ["model"])
-        self._evictions = counter("router_evictions", "Workers evicted by the planner.", ["model", "reason"])
         self._residency = histogram("router_eviction_residency_seconds",
             "From ready to the eviction; short ones indicate thrashing.", buckets=RESIDENCIES)
         self._settling = histogram("router_memory_settle_seconds",
             "From the end of a worker until its memory is free.", ["node"], buckets=WAITS)
-        self._queued = histogram("router_queue_seconds",
-            "Waits of requests by cause; requests that found a ready worker are not counted.", ["model", "cause"],
-            buckets=WAITS)
         self._loop_lag = histogram("router_loop_lag_seconds", "Lateness of a timer of the event loop.", buckets=MOMENTS)
         self._reloads = counter("router_reloads", "Reloads of the presets.", ["result"])
-        self._exits = counter("router_worker_exits", "Workers that exited.", ["model", "reason"])
         # fmt: on
-        for collector in (*self._of_requests, _Gauges(fleet)):
+        for collector in (*self._of_models, _Gauges(fleet)):
             registry.register(collector)
         events.subscribe(self._on_event)
 
@@ -110,7 +112,7 @@ class Metrics:
             case "request":
                 if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
                     del self._fresh[event.model]
-                    self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
+                    self._start_seconds.observe(data["ttft"], event.model, "first_token")
                 for kind, field in TOKEN_KINDS.items():
                     if count := data[field]:
                         self._token_count.add(event.model, kind, by=count)
@@ -127,48 +129,48 @@ class Metrics:
                 cause = "count" if data["short_of"] == ["slots"] else "memory"
                 if data.get("resident_seconds") is not None and data["reason"] == "evicted":
                     self._residency.observe(data["resident_seconds"])
-                self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()
+                self._evictions.add(event.model, cause if data["reason"] == "evicted" else data["reason"])
             case "state" if data["state"] == "ready" and "load_seconds" in data:
-                self._loads.labels(event.model, "ready").inc()
-                self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
+                self._loads.add(event.model, "ready")
+                self._load_seconds.observe(data["load_seconds"], event.model, "total")
                 self._fresh[event.model] = data["worker"]
                 for stages, name, histogram in (
                     (SPENT, "spent", self._start_seconds),
                     (STAGES, "stages", self._load_seconds),
                 ):
                     for stage in stages & data.get(name, {}).keys():
-                        histogram.labels(event.model, stage).observe(data[name][stage])
+                        histogram.observe(data[name][stage], event.model, stage)
             case "waited":
                 for cause, seconds in data["seconds"].items():
-                    self._queued.labels(event.model, cause).observe(seconds)
+                    self._queued.observe(seconds, event.model, cause)
             case "removed":
-                self._forget(event.model)
+                if not self._removed:  # a reload removes many, and one search for their series is enough
+                    asyncio.get_running_loop().call_soon(self._forget_removed)
+                self._removed.add(event.model)
             case "state" if data["state"] == "stopped":
                 if "settle_seconds" in data:
                     self._settling.labels(LOCAL).observe(data["settle_seconds"])
-                self._exits.labels(event.model, data["reason"] or "stopped").inc()
+                self._exits.add(event.model, data["reason"] or "stopped")
                 if data.get("was") in ("starting", "queued", "downloading") and data["reason"] != FETCHED:
-                    self._loads.labels(event.model, _result(data["reason"])).inc()
+                    self._loads.add(event.model, _result(data["reason"]))
 
-    def _forget(self, id: str) -> None:
-        """Drop the series of a model that is gone, so that their number does not grow with each model ever listed."""
-        listed = {name for each in self._fleet.models for name in (each, *each.split(ID_SEPARATOR))}
-        for name in {id, *id.split(ID_SEPARATOR)} - listed:
+    def _forget_removed(self) -> None:
+        """Drop the series of models that are gone, so that their number does not grow with each model ever listed."""
+        gone = _names(self._removed) - _names(self._fleet.models)
+        self._removed.clear()
+        if not gone:
+            return
+        for name in gone:
             self._fresh.pop(name, None)
             self._fetched.pop(name, None)
-            for own in self._of_requests:
-                own.forget(name)
-            for metric in (
-                self._loads, self._load_seconds, self._start_seconds, self._downloaded, self._evictions, self._queued,
-                self._exits,
-            ):  # fmt: skip
-                metric.remove_by_labels({"model": name})
+        for series in self._of_models:
+            series.forget(gone)
 
     def _count_download(self, model: str, worker: int, done: int) -> None:
         """Count downloaded bytes. A download's first report counts nothing, as it includes what was on disk before."""
         before = self._fetched.get(model)
         if before is not None and before[0] == worker:
-            self._downloaded.labels(model).inc(max(0, done - before[1]))
+            self._downloaded.add(model, by=max(0, done - before[1]))
         self._fetched[model] = worker, done
 
     def render(self, model: str | None = None, member: str = "") -> bytes:
@@ -177,6 +179,7 @@ class Metrics:
         With `model`: only its own and those of the fleet's `member` that serves it (default: itself), plus the
         unlabelled metrics of llama-server, which are about the worker.
         """
+        self._forget_removed()
         if model is None:
             return generate_latest(self._registry)
         member = member or model
@@ -236,7 +239,8 @@ def _kind(name: str) -> str:
 
 
 class RequestCounter(Collector):
-    """A counter for events of every request. An addition costs a third of that of the library's counter."""
+    """A counter for events of every request, and for models, whose series are dropped together. An addition costs a
+    third of that of the library's counter."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...]):
         self._name, self._about, self._labels = name, about, labels
@@ -248,9 +252,9 @@ class RequestCounter(Collector):
     def count(self, *labels: str) -> float:
         return self._counts.get(labels, 0.0)
 
-    def forget(self, model: str) -> None:
-        """Drop the series whose first label is `model`."""
-        self._counts = {labels: count for labels, count in self._counts.items() if labels[:1] != (model,)}
+    def forget(self, models: Set[str]) -> None:
+        """Drop the series whose first label is one of `models`."""
+        self._counts = {labels: count for labels, count in self._counts.items() if labels[0] not in models}
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
@@ -260,7 +264,7 @@ class RequestCounter(Collector):
 
 
 class RequestHistogram(Collector):
-    """A histogram for events of every request. `bounds`: upper ends of its buckets, ascending."""
+    """A histogram for the same events. `bounds`: upper ends of its buckets, ascending."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...], bounds: tuple[float, ...]):
         self._name, self._about, self._labels, self._bounds = name, about, labels, bounds
@@ -277,10 +281,10 @@ class RequestHistogram(Collector):
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
 
-    def forget(self, model: str) -> None:
-        """Drop the series of `model`."""
-        self._counts.pop((model,), None)
-        self._sums.pop((model,), None)
+    def forget(self, models: Set[str]) -> None:
+        """Drop the series whose first label is one of `models`."""
+        for labels in [labels for labels in self._counts if not models.isdisjoint(labels[:1])]:
+            del self._counts[labels], self._sums[labels]
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
@@ -409,6 +413,11 @@ def _result(reason: str) -> str:
     if reason == "oom":
         return "oom"
     return "cancelled" if reason in INTENDED else "failed"
+
+
+def _names(ids: Iterable[str]) -> set[str]:
+    """Ids of models and all names in them."""
+    return {name for id in ids for name in (id, *id.split(ID_SEPARATOR))}
 
 
 def _escape(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,29 @@ async def test_series_of_a_removed_model_are_dropped() -> None:
     metrics.requests.add("a", "chat", "200")
     again = 'router_requests_total{code="200",endpoint="chat",model="a"}'
     assert samples(metrics)[again] == 1.0, "a model that is listed again begins a new series"
+
+
+async def test_the_cost_per_removed_model_does_not_grow_with_their_number() -> None:
+    async def calls(count: int) -> int:
+        """The calls of functions that it takes to remove so many models."""
+        world, metrics = made(*(f"m{number}" for number in range(count)))
+        for model in world.fleet.models:
+            world.events.append("waited", model, seconds={"memory": 1.0, "start": 1.0})
+            metrics.requests.add(model, "chat", "200")
+        made_calls = 0
+
+        def count_call(*_: object) -> None:
+            nonlocal made_calls
+            made_calls += 1
+
+        sys.setprofile(count_call)
+        world.fleet.models.apply({})
+        await asyncio.sleep(0)
+        sys.setprofile(None)
+        assert not [name for name in samples(metrics) if 'model="' in name]
+        return made_calls
+
+    assert await calls(160) < 6 * await calls(40)
 
 
 async def test_a_worker_that_was_ready_is_not_counted_as_a_failed_load() -> None:
