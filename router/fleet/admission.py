@@ -172,18 +172,32 @@ class AdmissionQueue:
         limit = fleet.settings.queue_timeout
         waited = "its exact memory estimate" if waits_for == "estimate" else "memory"
         waits = f" ({waits_for})" if waits_for not in ("", "estimate") else ""
-        others = ", ".join(
-            f"{device.foreign >> 20} MiB of {device.id}"
-            for device in fleet.scheduler.devices
-            if device.id in worker.devices and device.foreign >= MIB
-        )
-        foreign = f"; other programs hold {others}" if others and waits_for == "memory" else ""
         error = QueueTimeout(
-            f"{name} waited {limit:g} s for {waited}{waits}{foreign}; try again later",
+            f"{name} waited {limit:g} s for {waited}{waits}{self._holders(worker)}; try again later",
             retry_after=self.eta(worker.model),
         )
         fleet.rejections.append(name, error, cause=waits_for, position=worker.queue.ahead + 1, limit_seconds=limit)
         return error
+
+    def _holders(self, worker: Worker) -> str:
+        """Return the part of a message that names what eviction cannot free: pinned models and other programs."""
+        by_slots = worker.queue.waits_for == "slots"
+        if not by_slots and worker.queue.waits_for != "memory":
+            return ""
+        pinned = [
+            other.preset.id
+            for other in self._fleet.workers()
+            if other.preset.pin and not other.best_effort and (by_slots or other.reserved.keys() & worker.devices)
+        ]
+        # Below a --device-limit, other programs only count if they leave less than the limit.
+        others = [
+            f"{device.foreign >> 20} MiB of {device.id}"
+            for device in self._fleet.scheduler.devices
+            if device.id in worker.devices and device.foreign >= MIB
+            and (device.limit is None or device.total - device.foreign < device.limit)
+        ]  # fmt: skip
+        held = f"; pinned models are not evicted ({', '.join(pinned)}): unpin or unload one" if pinned else ""
+        return f"{held}; other programs hold {', '.join(others)}" if others and not by_slots else held
 
     # Predictions
 

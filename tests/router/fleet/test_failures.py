@@ -15,7 +15,7 @@ from router.events import Event
 from router.fleet.failures import LONGEST_PAUSE, WINDOW, Crashes
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
-from router.planner.ledger import Reading
+from router.planner.ledger import DeviceId, Reading
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from tests.router.fleet.worlds import Schedule
 from worker.protocol.events import Progress, RequestEnded
@@ -312,6 +312,20 @@ async def test_a_queue_timeout_names_foreign_memory() -> None:
     world.launcher.set_foreign(CPU, 6 * GIB)
     await asyncio.sleep(0.1)
     await world.refuses("a", QueueTimeout, match=r"6144 MiB .*cpu")
+
+
+@pytest.mark.parametrize(("models_max", "limit"), [(1, {}), (0, {CPU: 3 * GIB})])
+async def test_a_queue_timeout_names_the_pinned_models_in_the_way_and_no_memory_that_is_not(
+    models_max: int, limit: dict[DeviceId, int]
+) -> None:
+    settings = Settings(queue_timeout=20.0, models_max=models_max)
+    world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, keys={"a": {"pin": True}}, settings=settings, limit=limit)
+    world.launcher.set_foreign(CPU, GIB // 2)
+    await world.ask("a")
+    with pytest.raises(QueueTimeout) as late:
+        await world.ask("b")
+    assert "pinned models are not evicted (a): unpin or unload one" in late.value.message
+    assert "other programs" not in late.value.message
 
 
 async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
