@@ -34,17 +34,10 @@ from worker.protocol.argv import AdapterSource
 LoraRows = tuple[AppliedAdapter | None, int]  # adapter of one sequence in a step, and its number of input rows
 
 
-class LoraLoad(NamedTuple):
-    """An adapter to load into a slot."""
-
-    slot: int
-    lora_ranks: Mapping[str, int]  # by layer
-
-
 class LoraStep(NamedTuple):
     """The adapters of one step, as plain numbers: what each rank must do."""
 
-    loads: Sequence[LoraLoad] = ()
+    loads: Sequence[tuple[int, Mapping[str, int]]] = ()  # slot of each adapter to load, and its LoRA ranks by layer
     # Slot, scale, and the ranges of rows of each adapter. No ranges: it is the adapter of all rows.
     groups: Sequence[tuple[int, float, Sequence[tuple[int, int]]]] = ()
     # Rows of a layer's input; None if all rows have the same adapter, so their number does not matter.
@@ -293,15 +286,14 @@ class LoraAdapters:
             sizes[layer.divided] *= self._share[0].count
         return (lora_rank, sizes[1]), (sizes[0], lora_rank)
 
-    def _load(self, load: LoraLoad) -> None:
+    def _load(self, slot: int, lora_ranks: Mapping[str, int]) -> None:
         """Copy an adapter into its slot: from its file, or from the leader."""
-        slot = load.slot
         # Empty the slot first: after an error below it must not hold a mix of two adapters.
         self._by_slot[slot] = None
         for layer in self._layers.values():
             layer.lora_ranks[slot] = 0
         adapter, file = self._opened.pop(slot, (None, None))
-        for name, lora_rank in load.lora_ranks.items():
+        for name, lora_rank in lora_ranks.items():
             layer, pair = self._layers[name], file.pairs[name] if file is not None else None
             layer.a[slot, :lora_rank], layer.b[slot, :, :lora_rank] = self._parts(layer, lora_rank, pair)
             layer.lora_ranks[slot] = lora_rank
@@ -364,15 +356,15 @@ class LoraAdapters:
                     with self._lock:
                         self._opened[slot] = use.adapter, self._open(use.adapter)
         loads = [
-            LoraLoad(slot, {name: pair.lora_rank for name, pair in file.pairs.items()})
+            (slot, {name: pair.lora_rank for name, pair in file.pairs.items()})
             for slot, (_, file) in self._opened.items()
         ]
         return LoraStep(loads, groups, end if len(runs) > 1 else None)
 
     def apply(self, step: LoraStep) -> None:
         """Load the adapters of `step`, and add them in the next forward pass."""
-        for load in step.loads:
-            self._load(load)
+        for slot, lora_ranks in step.loads:
+            self._load(slot, lora_ranks)
         self.groups = tuple(_LoraGroup(slot, scale, self._rows(spans), spans) for slot, scale, spans in step.groups)
         self.rows = step.rows
         if step.groups and not self._is_installed:
