@@ -92,13 +92,9 @@ class BackgroundReader:
 
 def _have_cached(part: tuple[Path, int, int]) -> None:
     path, start, length = part
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if cached(descriptor, start, length) < length:
-                read(descriptor, start, length)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), path.open("rb") as file:
+        if cached(file.fileno(), start, length) < length:
+            read(file.fileno(), start, length)
 
 
 def _parts(snapshot: Path) -> Iterator[tuple[Path, int, int]]:

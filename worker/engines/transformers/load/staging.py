@@ -303,8 +303,7 @@ def _transfer(
     with contextlib.ExitStack() as stack:
         descriptors: dict[WeightFile, int] = {}
         for file in {chunk.source for chunk in chunks if isinstance(chunk.source, WeightFile)}:
-            descriptors[file] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, descriptors[file])
+            descriptors[file] = stack.enter_context(file.path.open("rb")).fileno()
         # Callbacks run in reverse: join the readers, finish the copies, close the files.
         stack.callback(copies.end)
         pool = ThreadPoolExecutor(readers, "staging")
