@@ -164,7 +164,7 @@ def divides_head(model: Any, count: int) -> bool:
         return False
     name = next(name for name, module in model.named_modules() if module is head)
     vocabulary: int = model.config.get_text_config().vocab_size
-    return _styles(model).get(name) == GATHERED and vocabulary % count == 0
+    return _module_styles(model).get(name) == GATHERED and vocabulary % count == 0
 
 
 def divided_dims(model: Any) -> dict[str, int]:
@@ -174,21 +174,15 @@ def divided_dims(model: Any) -> dict[str, int]:
 
 
 def _module_styles(model: Any) -> dict[str, str]:
-    """Plan entry of each module that the plan names."""
-    styles = _styles(model)
-    starred = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
-    return {name: styles[star] for name, star in starred.items() if star in styles}
-
-
-def _styles(model: Any) -> dict[str, str]:
-    """Plan entry by module name, with a star in place of the layer number."""
+    """Plan entry of each module that the plan names, with a star in place of the layer number."""
     parent, _ = layer_split.stack_of(model)
     prefix = f"{next(name for name, module in model.named_modules() if module is parent)}."
     plan = _ADDED | (model.config.base_model_tp_plan or {})
     if plan["layers.*.self_attn.q_proj"] == GATHERED:
         plan |= _NORMALIZED
-    styles = {f"{prefix}{name}": style for name, style in plan.items()}
-    return styles | dict(type(model)._tp_plan or {})
+    styles = {f"{prefix}{name}": style for name, style in plan.items()} | dict(type(model)._tp_plan or {})
+    starred = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
+    return {name: styles[star] for name, star in starred.items() if star in styles}
 
 
 def _keep(module: Any, part: RankSlice, dim: int) -> None:
