@@ -190,7 +190,10 @@ class WeightLoad:
                 self.stage_done("build")
             else:
                 model = built.model
-            return self._loaded(model, dtype, files, self._unmapped(model, files))
+            total = sum(file.size for file in files)
+            self._report(total, total)
+            unmapped = safetensors.unmapped_views(files, [*model.parameters(), *model.buffers()])
+            return self._loaded(model, dtype, files, unmapped)
         return self._read(files, dtype, converts, built)
 
     def _read(
@@ -324,12 +327,6 @@ class WeightLoad:
             return model.to(self.device)
         layer_split.place(model, self.split)
         return model
-
-    def _unmapped(self, model: Any, files: Sequence[safetensors.WeightFile]) -> LazyPages:
-        """Report weights in the page cache as loaded, and return their pages."""
-        total = sum(file.size for file in files)
-        self._report(total, total)
-        return safetensors.unmapped_views(files, [*model.parameters(), *model.buffers()])
 
     def _build_around(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
         return build_around(self.cls, self.config, tensors, dtype, self.embeds)
