@@ -146,7 +146,8 @@ def load(
         unmapped=unmapped,
         has_warmed_up=warms_up,
         announces_steps=announces_steps,
-        has_steady_steps=is_fast or not _has_experts(loaded),
+        # The memory of a step depends on the experts of its tokens.
+        has_steady_steps=is_fast or not any("experts" in name for name, _ in loaded.model.named_modules()),
         larger=larger,
     )
 
@@ -207,11 +208,6 @@ def _drafter(
         log.warning("no speculative decoding for architecture %r: %s", config.model_type, why)
         return None
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS), options.draft_min), model)
-
-
-def _has_experts(loaded: loader.LoadedModel) -> bool:
-    """True if the memory of a step depends on the experts of its tokens."""
-    return any("experts" in name for name, _ in loaded.model.named_modules())
 
 
 def _warms_up_fast(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:
