@@ -229,9 +229,10 @@ async def refused(
     return process.returncode or 0, errors.decode()
 
 
-def error_of(response: httpx.Response) -> tuple[int, str]:
-    """(status, reason) of an error answer, whose body must be whole."""
+def error_of(response: httpx.Response, says: str = "") -> tuple[int, str]:
+    """(status, reason) of an error answer, whose body must be whole. `says`: a part of its message."""
     error = response.json()["error"]
+    assert says in error["message"]
     assert error["code"] == response.status_code
     assert {"code", "message", "type", "param", "reason"} <= set(error)
     assert response.headers["x-should-retry"] in ("true", "false")

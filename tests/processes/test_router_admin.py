@@ -167,8 +167,7 @@ async def test_log_lines_can_be_followed_from_where_one_left(tmp_path: Path) -> 
         assert {id for id, _ in missed} <= {id for id, _ in asked} | {missed[-1][0]}
         about_a = [message for _, message in await until("starting→ready", model="a")]
         assert all("a#1" in message or "model=a " in message for message in about_a)
-        response = await up.client.get("/router/logs/sse", params={"level": "loud"})
-        assert error_of(response) == (400, "invalid_value")
+        assert error_of(await up.client.get("/router/logs/sse", params={"level": "loud"})) == (400, "invalid_value")
 
 
 async def read(response: httpx.Response, lines: list[str]) -> None:

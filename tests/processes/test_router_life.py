@@ -320,8 +320,7 @@ async def test_looking_at_a_model_does_not_try_again_what_has_just_failed(up: Ro
     keys = {"_die_at_start": 1, "_journal": str(journal), "max-restarts": 0}
     await up.serve(tmp_path, {"a": keys, "b": {}})
     assert error_of(await up.client.post(PATH, json=chat("a"))) == (503, "load_backoff")
-    response = await up.client.get("/props", params={"model": "a", "autoload": "true"})
-    assert error_of(response) == (503, "load_backoff")
+    assert error_of(await up.client.get("/props", params={"model": "a", "autoload": "true"})) == (503, "load_backoff")
     assert journal.read_text().count("started") == 1
     assert (await up.client.get("/props", params={"model": "b", "autoload": "true"})).json()["is_loaded"]
     assert (await up.status("b"))["in_flight"] == 0

@@ -80,8 +80,7 @@ async def test_a_wedged_worker_is_replaced_and_its_client_told(up: Router, tmp_p
 async def test_an_answer_that_takes_too_long_is_504(up: Router, tmp_path: Path) -> None:
     await up.serve(tmp_path, {"a": {"request-timeout": "0.5"}})
     await up.client.post("/models/load?wait=1", json={"model": "a"})
-    response = await up.client.post(PATH, json=chat("a", fake={"delay": 30}))
-    assert error_of(response) == (504, "request_timeout")
+    assert error_of(await up.client.post(PATH, json=chat("a", fake={"delay": 30}))) == (504, "request_timeout")
     _, rest, _ = await raw_stream(up, chat("a", "w", stream=True, max_tokens=1000, fake={"delay": 0.05}))
     assert b'"reason":"request_timeout"' in rest
 

@@ -110,8 +110,7 @@ async def ask_held(up: Router, name: str, hold: Path) -> int:
 
 async def test_autoload_is_a_matter_of_names(up: Router, tmp_path: Path) -> None:
     await up.serve_presets(one_model(tmp_path, {"eager": {}, "shy": {"autoload": "off"}}))
-    refused = await up.client.post("/v1/chat/completions", json=chat("shy"))
-    assert error_of(refused) == (400, "model_not_loaded")
+    assert error_of(await up.client.post("/v1/chat/completions", json=chat("shy"))) == (400, "model_not_loaded")
     assert await ask(up, "eager") == "eager"
     assert await ask(up, "shy") == "shy"
     assert journal(tmp_path, "started") == ["started"]
