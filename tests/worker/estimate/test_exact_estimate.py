@@ -133,6 +133,16 @@ def traced(said: Estimated) -> float:
     return (said.compute[0] - memory.ATTENTION_TILE_BYTES) / memory.HEAP_FACTOR
 
 
+def assert_exact(chosen: Estimate) -> Estimated:
+    """Assert that the estimate has the weights of the model in memory, and at least the bytes of its largest steps."""
+    said = estimate.estimate(chosen)
+    weights, context, compute = measured(chosen)
+    assert (said.weights, said.context) == ([weights], [context])
+    # Above, because a mask that hides nothing is counted: fake tensors have no numbers. Never below.
+    assert compute <= traced(said) <= compute * 1.08
+    return said
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -155,13 +165,7 @@ def test_weights_and_context_are_exact_and_compute_is_close(
 ) -> None:
     ctx_size = 48 if family in ("mamba", "qwen3_next") else 0  # mamba states no longest sequence, and both are slow
     snapshot = tiny.make(family, tmp_path / "m", **settings, **SHALLOW.get(family, {}))
-    chosen = options(snapshot, prefill_chunk=256, parallel=3, ctx_size=ctx_size)
-    said = estimate.estimate(chosen)
-    weights, context, compute = measured(chosen)
-    assert said.weights == [weights]
-    assert said.context == [context]
-    # Above, because a mask that hides nothing is counted: fake tensors have no numbers. Never below.
-    assert compute <= traced(said) <= compute * 1.08
+    assert_exact(options(snapshot, prefill_chunk=256, parallel=3, ctx_size=ctx_size))
 
 
 def test_a_model_that_divides_sizes_as_tensors_is_traced(tmp_path: Path) -> None:
@@ -171,11 +175,7 @@ def test_a_model_that_divides_sizes_as_tensors_is_traced(tmp_path: Path) -> None
     )  # fmt: skip
     transformers.LongformerModel(config).save_pretrained(tmp_path)
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
-    chosen = options(tmp_path, ctx_size=128)
-    said = estimate.estimate(chosen)
-    weights, _, compute = measured(chosen)
-    assert said.weights == [weights]
-    assert compute <= traced(said) <= compute * 1.08
+    assert_exact(options(tmp_path, ctx_size=128))
 
 
 def test_a_model_that_reads_numbers_while_it_is_built_is_traced() -> None:
@@ -449,10 +449,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 
 def test_unused_stored_tensors_count_only_while_the_model_is_loaded(tmp_path: Path) -> None:
     snapshot = tiny.make("bert-embed", tmp_path / "m")  # with a pooler, which embedding does without
-    weights, _, compute = measured(options(snapshot))
-    said = estimate.estimate(options(snapshot))
-    assert said.weights == [weights]
-    assert compute <= traced(said) <= compute * 1.08
+    [weights] = assert_exact(options(snapshot)).weights
     config = load_config(options(snapshot))
     stored = sum(tensor.nbytes for tensor in safetensors.torch.load_file(snapshot / "model.safetensors").values())
     assert estimate.trace(options(snapshot), config).loading == stored - weights > 0
@@ -471,11 +468,8 @@ def test_layers_behind_the_model_count_in_float32(tmp_path: Path) -> None:
     (snapshot / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 64, "out_features": 500}))
     tensors = {"linear.weight": torch.zeros(500, 64), "linear.bias": torch.zeros(500)}
     safetensors.torch.save_file(tensors, snapshot / "2_Dense" / "model.safetensors")
-    said = estimate.estimate(options(snapshot))
+    said = assert_exact(options(snapshot))
     assert said.weights[0] - bare.weights[0] == 65 * 500 * 4, "float32, whatever the model computes in"
-    weights, _, compute = measured(options(snapshot))
-    assert weights == said.weights[0]
-    assert compute <= traced(said) <= compute * 1.08
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert-embed"])
@@ -556,9 +550,8 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
     assert all(few.operators < most.operators for few, most in zip(short, whole, strict=True)), "layers were left out"
 
 
-def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(tmp_path: Path) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m")
-    base = options(snapshot, ctx_size=128, parallel=2, prefill_chunk=64)
+def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(llama: Path) -> None:
+    base = options(llama, ctx_size=128, parallel=2, prefill_chunk=64)
     said = estimate.estimate(base)
     larger = estimate.estimate(dataclasses.replace(base, ctx_size=256, parallel=4, prefill_chunk=128))
     assert larger.context == [4 * said.context[0]]
@@ -566,9 +559,8 @@ def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(tmp_p
     assert estimate.estimate(dataclasses.replace(base, attention="eager")).compute[0] > said.compute[0]
 
 
-def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m")
-    host, device = (estimate.estimate(options(snapshot, devices=(name,))) for name in ("cpu", "cuda:0"))
+def test_an_accelerator_is_estimated_without_one(llama: Path) -> None:
+    host, device = (estimate.estimate(options(llama, devices=(name,))) for name in ("cpu", "cuda:0"))
     assert (device.weights, device.context) == (host.weights, host.context)
     assert device.runtime == [memory.DEVICE_PROCESS_BYTES + beside_steps(device.compute[0])]
     assert device.host > 0 == host.host
@@ -590,25 +582,21 @@ def test_the_overhead_of_a_process_on_accelerators_is_the_one_measured_before(tm
     assert estimate.host_overhead(options(snapshot)) == memory.DEVICE_PROCESS_HOST_BYTES
 
 
-def test_weights_quantized_or_converted_for_an_accelerator_pass_through_main_memory(tmp_path: Path) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m")
-
+def test_weights_quantized_or_converted_for_an_accelerator_pass_through_main_memory(llama: Path) -> None:
     def staged(**changes: str) -> int:
-        chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, parallel=2, enforce_eager=True, **changes)
+        chosen = options(llama, devices=("cuda:0",), ctx_size=64, parallel=2, enforce_eager=True, **changes)
         return estimate.trace(chosen, load_config(chosen)).staged
 
-    elements = sum(count for _, count in meta_model.StoredTensors(options(snapshot)).sizes)
+    elements = sum(count for _, count in meta_model.StoredTensors(options(llama)).sizes)
     assert staged() == 0
     assert 0 <= staged(load_format="dummy") - 4 * elements < 1000, "drawn there"
     assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
     assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is quantized"
 
 
-def test_cuda_graphs_count_unless_they_are_turned_off(tmp_path: Path) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m")
-
+def test_cuda_graphs_count_unless_they_are_turned_off(llama: Path) -> None:
     def compute(*, enforce_eager: bool) -> int:
-        asked = options(snapshot, devices=("cuda:0",), ctx_size=256, parallel=4, enforce_eager=enforce_eager)
+        asked = options(llama, devices=("cuda:0",), ctx_size=256, parallel=4, enforce_eager=enforce_eager)
         return estimate.estimate(asked).compute[0]
 
     gathered = 4 * 256 * 2 * 2 * 16 * 4  # of 4 rows the whole context: keys and values of 2 heads of 16 in float32
