@@ -30,8 +30,12 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "state" / "estimates.json"
 
 
-def test_a_learned_figure_contains_neither_weights_nor_cache(file: Path) -> None:
-    known = LearnedEstimates(file)
+@pytest.fixture
+def known(file: Path) -> LearnedEstimates:
+    return LearnedEstimates(file)
+
+
+def test_a_learned_figure_contains_neither_weights_nor_cache(file: Path, known: LearnedEstimates) -> None:
     known.record("a", GUESS, [190])
     assert known.learned("a") == Learned(beside=(40,))
     known.record("b", GUESS, [140])
@@ -56,8 +60,7 @@ def test_a_learned_figure_counts_up_to_a_bound_above_the_estimate_without_it() -
     assert (huge.weights, huge.context) == (SPLIT.weights, SPLIT.context)
 
 
-def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_a_learned_figure_rises_at_once_and_falls_slowly(known: LearnedEstimates) -> None:
     assert known.record("a", GUESS, [200]).beside == (50,)
     assert known.record("a", GUESS, [240]).beside == (90,)
     assert known.record("a", GUESS, [200]).beside == (80,)
@@ -68,8 +71,7 @@ def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
     assert 50 <= learned.beside[0] <= 52
 
 
-def test_a_worker_without_the_largest_steps_lowers_the_figure_by_what_it_cannot_lack(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_a_worker_without_the_largest_steps_lowers_the_figure_by_what_it_cannot_lack(known: LearnedEstimates) -> None:
     known.record("a", GUESS, [200], steps=True)
     assert known.record("a", GUESS, [150]) == Learned((50,), steps=True), "the steps may be what is missing"
     assert known.record("a", GUESS, [210]) == Learned((60,), steps=True)
@@ -79,27 +81,23 @@ def test_a_worker_without_the_largest_steps_lowers_the_figure_by_what_it_cannot_
     assert far // 2 < fallen.beside[0] < far, "more than steps and workspaces explain, as after running out of memory"
 
 
-def test_a_figure_with_steps_replaces_one_without(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_a_figure_with_steps_replaces_one_without(known: LearnedEstimates) -> None:
     known.record("a", GUESS, [240])
     assert known.record("a", GUESS, [200], steps=True) == Learned((50,), steps=True)
 
 
-def test_shards_and_main_memory_are_learned_separately(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_shards_and_main_memory_are_learned_separately(known: LearnedEstimates) -> None:
     known.record("a", SPLIT, [110, 90], 600)
     assert known.record("a", SPLIT, [102, 95], 400) == Learned((28, 15), 550)
 
 
-def test_splits_over_different_numbers_of_devices_do_not_mix(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_splits_over_different_numbers_of_devices_do_not_mix(known: LearnedEstimates) -> None:
     known.record("a", GUESS, [999])
     assert known.record("a", SPLIT, [100, 100], 500).beside == (20, 20)
 
 
 @pytest.mark.parametrize("steps", [False, True])
-def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path, steps: bool) -> None:
-    known = LearnedEstimates(file)
+def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path, known: LearnedEstimates, steps: bool) -> None:
     if steps:
         known.record("a", GUESS, [200], steps=True)
     assert known.record_out_of_memory("a", GUESS, "device").shards == (230,)
@@ -110,8 +108,7 @@ def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path, steps:
     assert with_learned(GUESS, kept) == again
 
 
-def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_only_the_memory_that_ran_out_is_raised(known: LearnedEstimates) -> None:
     by_device = known.record_out_of_memory("a", SPLIT, "device")
     by_host = known.record_out_of_memory("b", SPLIT, "host")
     on_host = known.record_out_of_memory("c", GUESS, "host")
@@ -120,16 +117,14 @@ def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
     assert on_host.shards == (230,)  # its shard is main memory
 
 
-def test_reserved_memory_is_added_to_what_was_learned(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_reserved_memory_is_added_to_what_was_learned(known: LearnedEstimates) -> None:
     asked = MemoryEstimate((100,), (50,), (30,), (20 + 1000,), reserved=1000)
     assert with_learned(asked, known.record("a", asked, [190], steps=True)).shards == (1190,)
     assert known.record_out_of_memory("b", asked, "device").shards == (1230,)
 
 
-def test_the_figures_of_one_snapshot_are_dropped(file: Path) -> None:
+def test_the_figures_of_one_snapshot_are_dropped(file: Path, known: LearnedEstimates) -> None:
     facts, other, preset = Checkpoint(identity="x"), Checkpoint(identity="y"), Preset(id="a")
-    known = LearnedEstimates(file)
     keys = [key(facts, preset, ["cpu"]), key(facts, replace(preset, parallel=9), ["cpu"]), key(other, preset, ["cpu"])]
     for name in keys:
         known.record(name, GUESS, [190])
@@ -148,8 +143,7 @@ def test_an_exact_estimate_is_kept(file: Path) -> None:
     assert LearnedEstimates(file).learned("a") is None
 
 
-def test_load_seconds_are_the_median_of_the_last_loads(file: Path) -> None:
-    known = LearnedEstimates(file)
+def test_load_seconds_are_the_median_of_the_last_loads(known: LearnedEstimates) -> None:
     for seconds in (100.0, 1.0, 2.0, 9.0, 3.0, 4.0):
         known.record_load("a", seconds)
     assert known.load_seconds("a") == 3.0
@@ -206,8 +200,9 @@ STRANGE: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_a_strange_entry_is_ignored_with_one_warning(file: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    known = LearnedEstimates(file)
+def test_a_strange_entry_is_ignored_with_one_warning(
+    file: Path, known: LearnedEstimates, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     known.record("a", GUESS, [190])
     known.store_exact("a", GUESS)
     known.record_load("a", 3.0)
@@ -367,7 +362,7 @@ def test_the_key_differs_exactly_if_the_memory_may() -> None:
     assert len({key(facts, preset, ["cpu"]), *others}) == 9
 
 
-def test_measurements_with_other_library_versions_are_not_used(file: Path) -> None:
+def test_measurements_with_other_library_versions_are_not_used(known: LearnedEstimates) -> None:
     facts, quantized, preset = (
         Checkpoint(max_positions=4096),
         Checkpoint(max_positions=4096, quantization="gptq"),
@@ -377,7 +372,6 @@ def test_measurements_with_other_library_versions_are_not_used(file: Path) -> No
     def with_new(name: str) -> Callable[[str], str]:
         return lambda asked: "2.0" if asked == name else "1.0"
 
-    known = LearnedEstimates(file)
     now = key(facts, preset, ["cpu"], installed=with_new(""))
     known.record(now, GUESS, [190])
     for name in ("torch", "transformers", DISTRIBUTION):
@@ -387,8 +381,9 @@ def test_measurements_with_other_library_versions_are_not_used(file: Path) -> No
     assert one != other
 
 
-def test_a_full_disk_leaves_the_old_file_whole(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    known = LearnedEstimates(file)
+def test_a_full_disk_leaves_the_file_whole(
+    file: Path, known: LearnedEstimates, caplog: pytest.LogCaptureFixture
+) -> None:
     known.record("a", GUESS, [190])
     before, (soft, hard) = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
