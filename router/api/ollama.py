@@ -11,6 +11,7 @@ from aiohttp import web
 
 from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import capabilities, wall_clock
+from router.config.presets import hub_name
 from router.errors import ApiError, BadRequest
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import State, Worker
@@ -155,10 +156,7 @@ async def delete(call: ApiCall) -> ApiResult:
 
 def _repository(body: Mapping[str, Any]) -> str:
     """The repository in a pull request, without the prefix and the tag that Ollama's clients add."""
-    name = _model_name(body).removesuffix(LATEST)
-    for hub in ("hf.co/", "huggingface.co/"):
-        name = name.removeprefix(f"https://{hub}").removeprefix(hub)
-    return name
+    return hub_name(_model_name(body).removesuffix(LATEST))
 
 
 def _model_name(body: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The place of a model's files, from the keys that name it and from the models on disk. Pure functions."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from router.config import preset_keys
 from router.config.ini import Problem, is_utf8
 from router.config.option_types import nearest, shown
 from router.config.precedence import OWN, Layer, Setting, SettingReader
-from router.config.presets import GGUF, MODEL_REPO, REPO, repository
+from router.config.presets import GGUF, MODEL_REPO, REPO, hub_name, repository
 from worker.protocol.snapshot_files import IN_OLD_LAYOUT, NO_GGUF, OLD_LAYOUT
 
 _NO_SNAPSHOT = {
@@ -20,8 +19,6 @@ _NO_SNAPSHOT = {
 
 NOT_UTF8 = "has a path that is not UTF-8, which no JSON can contain; rename the folder"
 
-# DJL's model zoo has copies of hub repositories: djl://ai.djl.huggingface.pytorch/org/name.
-_ZOO = re.compile(r"djl://ai\.djl\.huggingface\.\w+/")
 _REMEDY = "name a folder with config.json and safetensors files"
 
 
@@ -83,7 +80,8 @@ def resolve_source(
 def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, is_repo: bool) -> dict[str, Any] | None:
     """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
     fail = reader.collector.fail
-    text, place = _ZOO.sub("", setting.value), setting.place
+    text, place = hub_name(setting.value), setting.place
+    is_repo = is_repo or text != setting.value
     if text.startswith("demo:") and not is_repo:
         if text[5:] in preset_keys.DEMOS:
             return {"demo": text[5:]}

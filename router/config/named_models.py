@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from router.config import ini
 from router.config.precedence import DiskReader
+from router.config.presets import hub_name
 from router.config.settings import ALL, BY_FLAG, Settings, lmi_model
 
 _REPO_FOLDER = re.compile(r"models--(.+)")  # of a repository in the hub cache, above snapshots/COMMIT
@@ -40,7 +41,9 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
                 names = names[1:]  # the name alone is that of the model without a version, else of the first
             used.update(names)
             source = source.rstrip("/") or source  # DIR/ is DIR, and org/name/ of LMI's documents is org/name
-            named.append(NamedModel(key, source, settings.origins.get(key, f"--{key}"), names))
+            model = hub_name(source)
+            kind = key if model == source else "hf-repo"
+            named.append(NamedModel(kind, model, settings.origins.get(key, f"--{key}"), names))
     if settings.model_names:
         pairs = zip(named, settings.model_names, strict=True)
         named = [replace(model, names=(*names, *model.names)) for model, names in pairs]

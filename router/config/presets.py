@@ -48,6 +48,8 @@ REPO = re.compile(f"({_ORG_NAME}){_REVISION}")
 # Also the hub's first models, whose names have no organisation: gpt2, bert-base-uncased. None of them has a dot, and a
 # name with one is rather that of a missing file.
 MODEL_REPO = re.compile(f"({_ORG_NAME}|[A-Za-z0-9][A-Za-z0-9_-]{{0,95}}){_REVISION}")
+# The start of a repository's address. DJL's model zoo has copies of hub repositories.
+_HUB_ADDRESS = re.compile(r"djl://ai\.djl\.huggingface\.\w+/|(?:https://)?(?:huggingface|hf)\.co/|hf://")
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q[0-9]|TQ[0-9]|MXFP4|BF16$|F16$|F32$).*", re.IGNORECASE)
 ADAPTER_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -579,6 +581,12 @@ DEFAULTS = {
 def same_load(a: Preset, b: Preset) -> bool:
     """True if both presets would start the same worker."""
     return a.adapter_slots == b.adapter_slots and all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
+
+
+def hub_name(text: str) -> str:
+    """`text` without the start of an address of the hub: `hf.co/org/name` is `org/name`."""
+    address = _HUB_ADDRESS.match(text)
+    return text[address.end() :] if address else text
 
 
 def repository(text: str) -> tuple[str, str]:

@@ -57,6 +57,18 @@ def test_a_name_without_an_organisation_is_a_section_else_a_folder_else_a_reposi
     assert start({"model": "llama"}, model_draft="distilgpt2").presets["llama"].model_draft == "hub:distilgpt2:main"
 
 
+@pytest.mark.parametrize(
+    "address", ["hf.co/org/name", "https://huggingface.co/org/name/", "hf://org/name", "huggingface.co/org/name"]
+)
+def test_an_address_of_the_hub_is_its_repository(address: str) -> None:
+    for key in ("model", "hf-repo"):
+        loaded = start({key: address})
+        assert not loaded.problems
+        assert loaded.presets["org/name"].repo == "org/name", "although there is a folder of this name"
+    loaded = start({}, text=f"[m]\nmodel = {address}\n")
+    assert loaded.presets["m"].repo == "org/name"
+
+
 def test_ids_are_unique() -> None:
     assert ids(model="llama,a/llama,b/llama,/x/me/llama") == ["llama", "a/llama", "b/llama", "me/llama"]
     assert ids(model="llama,/x/me/llama,/y/me/llama") == ["llama", "me/llama", "llama-2"]
