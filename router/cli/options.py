@@ -1,6 +1,8 @@
 """The options of all commands, generated from the tables of `settings` and `presets`, and their help."""
 
 import json
+import os
+import re
 import textwrap
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -24,8 +26,9 @@ URL = "http://127.0.0.1:8080"  # of a router without options
 REPEATED = frozenset({
     "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
-# The option of LightLLM that takes several words, and their beginnings.
-_MODE, _MODES = "--mode", ("triton_", "ppl_", "lmdeploy_")
+# Options of LightLLM and vLLM that take several words, and the form of these words. Names of models have no slash here:
+# a word with one is a MODEL.
+_SEVERAL = {"--mode": "(triton|ppl|lmdeploy)_.*", "--served-model-name": "[^-/][^/]*"}
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 
@@ -82,7 +85,7 @@ class Command(click.Command):
     """A command whose help groups the router's options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _joined(args))
+        return super().parse_args(ctx, _joined(args, getattr(self, "commands", ())))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
@@ -100,14 +103,19 @@ class Command(click.Command):
             formatter.write_dl([record for record in others if record], col_max=most)
 
 
-def _joined(args: list[str]) -> list[str]:
-    """The command line with all words after LightLLM's `--mode` as its one value."""
-    if _MODE not in args:
-        return args
-    first = last = args.index(_MODE) + 1
-    while last < len(args) and args[last].startswith(_MODES):
-        last += 1
-    return [*args[:first], ",".join(args[first:last]), *args[last:]] if last > first else args
+def _joined(args: list[str], commands: Container[str]) -> list[str]:
+    """The command line with all words after an option that takes several as its one value."""
+    joined: list[str] = []
+    pattern, has_value = "", False  # of the option before: the form of further words, and whether it has its first
+    for word in args:
+        if has_value and re.fullmatch(pattern, word) and word not in commands and not os.path.exists(word):
+            joined[-1] += f",{word}"
+            continue
+        has_value = bool(pattern) and not has_value and not word.startswith("-")
+        joined.append(word)
+        if not has_value:
+            pattern = _SEVERAL.get(word.replace("_", "-"), "")
+    return joined
 
 
 def _row(option: Option) -> tuple[str, str]:

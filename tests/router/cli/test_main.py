@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -387,6 +388,17 @@ def test_check_reads_the_very_command_line_that_would_serve(run: Run, tmp_path: 
     assert run("check", path, *words) == (0, "2 models, no fault: a b\n", "")
     assert run(*words, "check", path)[0] == 0
     assert run("check", path, "--port", "x")[::2] == (2, '--port: "x" is not a whole number from 0 to 65535\n')
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_several_names_of_vllm_are_names_of_one_model(capsys: pytest.CaptureFixture[str], *, before: bool) -> None:
+    names = ["--served-model-name", "a", "b", "c"]
+    words = [*names, "--port", "1", "-m", "org/x"] if before else ["org/x", *names]
+    code, out, _ = run(capsys, "check", *words, "--effective")
+    assert (code, out.splitlines()[-1]) == (0, "1 model, no fault: a")
+    assert re.search("^alias += b,c,org/x ", out, re.MULTILINE)
+    code, out, _ = run(capsys, "check", "--served-model-name", "a", "b", "org/x", "org/y")
+    assert (code, out.splitlines()[0][:50]) == (1, "--served-model-name: is for one model, and 2 are n")
 
 
 def test_a_full_disk_is_reported_in_one_line() -> None:
