@@ -244,6 +244,21 @@ async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts_which_c
     assert engine.occupancy.waiting == 0
 
 
+def test_a_pooler_in_the_files_that_no_vector_needs_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny.make("bert-embed", tmp_path)
+    assert "pooler.dense.weight" in safetensors.torch.load_file(folder / "model.safetensors")
+    library: Any = transformers.utils.logging
+    library.add_handler(caplog.handler)
+    try:
+        with caplog.at_level("WARNING", "transformers"):
+            load(folder)
+    finally:
+        library.remove_handler(caplog.handler)
+    assert "pooler" not in caplog.text
+
+
 async def test_without_pooling_each_token_has_its_vector(tmp_path: Path) -> None:
     folder = tiny.make("bert-embed", tmp_path)
     async with serving(load(folder, pooling="none")) as engine:

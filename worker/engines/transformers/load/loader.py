@@ -391,7 +391,11 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
     converted. Raises StartError for tensors that do not fit or are missing."""
     if fault := unstated_quantization(tensors):
         raise StartError(fault)
-    extra = {"add_pooling_layer": False} if embeds and has_pooler(cls) else {}
+    extra = {}
+    if embeds and has_pooler(cls):
+        extra["add_pooling_layer"] = False
+        # Otherwise transformers logs a table of them, as unexpected ones.
+        tensors = {name: view for name, view in tensors.items() if "pooler" not in name.split(".")}
     try:
         model, info = cls.from_pretrained(
             None,
