@@ -85,10 +85,9 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
     """Parse a text. Problems name it `file`; `${env:NAME}` is replaced with values of `environ`."""
     if len(text) > MAX_PRESET_BYTES:
         return Document((), (Problem(file, 0, "", "", f"is larger than {MAX_PRESET_BYTES >> 20} MiB"),))
-    sections: list[Section] = []
-    entries: list[Entry] = []
+    found: list[tuple[str, int, list[Entry]]] = []  # the sections: their names, first lines and entries
     problems: list[Problem] = []
-    name, first_line, lines_of = "", 0, dict[str, int]()  # line 0: before the first section
+    name, lines_of = "", dict[str, int]()
 
     def complain(line: int, key: str, message: str) -> None:
         problems.append(Problem(file, line, name, key, message))
@@ -102,9 +101,8 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
         if control:
             complain(number, "", f"control character U+{ord(control[0]):04X}; remove it")
         elif header:
-            if first_line:
-                sections.append(Section(name, first_line, tuple(entries)))
-            name, first_line, entries = header[1].strip(" \t"), number, []
+            name = header[1].strip(" \t")
+            found.append((name, number, []))
             fault = _header_fault(name, header[2])
             if fault:
                 problems.append(Problem(file, number, "", "", fault))
@@ -118,19 +116,16 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
                 complain(number, pair[1], f"{pair[1]}: {error}")
                 continue
             entry = Entry(pair[1], value, number, quoted)
-            if first_line:
-                if _preamble_fault(entry):  # `version = 1` may stand in a section, too, as in llama-server
-                    entries.append(entry)
-            else:
-                fault = _preamble_fault(entry)
-                if fault:
-                    complain(number, entry.key, fault)
+            fault = _preamble_fault(entry)  # `version = 1` may stand in a section, too, as in llama-server
+            if fault and found:
+                found[-1][2].append(entry)
+            elif fault:
+                complain(number, entry.key, fault)
         else:
             is_open = line[0] == "["
             complain(number, "", _UNCLOSED if is_open else "neither [section] nor key = value")
-    if first_line:
-        sections.append(Section(name, first_line, tuple(entries)))
-    return Document(tuple(sections), tuple(problems))
+    sections = tuple(Section(title, line, tuple(entries)) for title, line, entries in found)
+    return Document(sections, tuple(problems))
 
 
 def printable(text: str) -> str:
