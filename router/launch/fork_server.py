@@ -113,7 +113,7 @@ class ForkServerProcess:
         try:
             pid = await self._fork(pipes, ForkSpec(argv=list(argv), env=dict(env)))
             try:
-                return Child(pid, pipes, name, log, self._reap)
+                return Child(pid, pipes, name, log, self._reap, forked=True)
             except OSError as error:
                 self._send(Reap(pid=pid))  # closing the pipes ends its stdin, and so the worker
                 raise ForkFailed(error.strerror) from None
@@ -136,10 +136,6 @@ class ForkServerProcess:
             raise ForkFailed(error.strerror or type(error).__name__) from None
         finally:
             self._forks.pop(id, None)
-
-    def has_forked(self, pid: int) -> bool:
-        """True if the living process of that number was forked here."""
-        return pid in self._forked
 
     def warm(self, modules: Sequence[str]) -> None:
         """Order the import of modules that a worker needed, as far as allowed and new, before the next fork."""
@@ -337,10 +333,6 @@ class ForkServerSupervisor:
         start. Return at once if none runs."""
         if self.server is not None:
             await self.server.settled.wait()
-
-    def has_forked(self, pid: int) -> bool:
-        """True if the present fork server has forked the living process of that number."""
-        return self.server is not None and self.server.has_forked(pid)
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have the fork server, if one runs, import modules that a worker needed."""

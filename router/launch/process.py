@@ -213,7 +213,7 @@ class Pipes:
 class Child:
     """One process in a session and group of its own, from its start until it is reaped."""
 
-    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap):
+    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap, *, forked: bool = False):
         """Takes over the process `pid`, running or a zombie, and our ends of its pipes.
 
         Must be called in the loop's thread. Raises OSError if no descriptor is left; then nothing was taken over.
@@ -233,6 +233,7 @@ class Child:
             self._stderr: self._on_stderr,
         }
         self.pid = pid
+        self.forked = forked  # by the fork server, not executed
         self.exited: asyncio.Future[int] = self._loop.create_future()  # the exit code (negative: a signal), once reaped
         self.on_event: Callable[[Event], None] = lambda event: None
         self.failed: Failed | None = None  # the cause of its exit, if it reported one

@@ -172,7 +172,7 @@ class LocalWorker:
         loop = asyncio.get_running_loop()
         self.token = start.token
         self.pid = child.pid
-        self.forked = services.fork_servers.has_forked(child.pid)
+        self.forked = child.forked
         self.names = start.names
         self.measured: dict[DeviceId, int] = {}
         self.settle_seconds = 0.0
