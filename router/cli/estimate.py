@@ -101,16 +101,12 @@ class Machine:
             traced = replace(traced, inherited=int(shared / estimates.INHERITED_SHARE))
         return estimates.from_trace(traced, preset, forked=forked, first=first)
 
-    def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
-        """Bytes of a device for all workers together, and at most the bound of the preset."""
-        capacity = self.capacities[device]
-        return min(capacity, bounds.get(device, capacity))
-
     def report(self, reading: Reading, needs: int, bounds: Mapping[DeviceId, int], keys: str) -> DeviceReport:
         """`keys`: those of the preset that `bounds` come from."""
-        margin, usable = self._margin(reading.id), self.capacity(reading.id, bounds)
+        margin, capacity = self._margin(reading.id), self.capacities[reading.id]
+        usable = min(capacity, bounds.get(reading.id, capacity))
         free = max(0, min(usable, reading.total - margin - reading.used))
-        limited_by = keys if usable < self.capacities[reading.id] else ""
+        limited_by = keys if usable < capacity else ""
         limit = self._limits.get(reading.id)
         return DeviceReport(
             str(reading.id), reading.name, needs, reading.total, margin, usable, free, limit, limited_by
