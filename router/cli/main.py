@@ -67,6 +67,9 @@ _INSTEAD = {
     "unload": "Send POST /models/unload to the running router.",
 }
 DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
+_download_only = click.option(
+    "--download-only", is_flag=True, help="Download the files of the models and exit; see `router download --help`."
+)
 EVERYDAY = (
     "model", "hf-repo", "models-preset", "models-dir", "demo", "models-memory-margin", "models-max", "host", "port",
     "api-key-file", "allowed-hosts", "offline", "log-level",
@@ -126,11 +129,6 @@ class _Router(_Command, click.Group):
             formatter.write_paragraph()
             for line in _FURTHER:
                 formatter.write_text(line)
-
-
-def _download_only(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Download the files of the models and exit; see `router download --help`."
-    return click.option("--download-only", is_flag=True, help=text)(command)
 
 
 def _is_model(name: str) -> bool:
