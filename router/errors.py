@@ -34,7 +34,8 @@
         ├── Cancelled                504 cancelled           by an administrator
         └── DoesNotFit               507 does_not_fit
 
-`retry_after` (seconds, 1 to 60) becomes the Retry-After header; `should_retry` becomes X-Should-Retry.
+`retry_after` (seconds, 1 to 60) becomes the Retry-After header; official clients give up on much larger values.
+`should_retry` becomes X-Should-Retry.
 """
 
 from collections.abc import Mapping

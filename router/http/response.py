@@ -24,7 +24,6 @@ from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body, to_openai_error
 from worker.protocol.streams import error_body_frame, error_frame, keepalive_frame, stream
 
-MAX_RETRY_AFTER = 60  # seconds; official clients give up on much larger values
 SERVER = f"router/{__version__}"
 
 
@@ -51,7 +50,7 @@ def render_error(error: ApiError, dialect: Dialect, request_id: str) -> tuple[di
         "Content-Type": "application/json; charset=utf-8",
     }
     if error.retry_after is not None:
-        headers["Retry-After"] = str(min(MAX_RETRY_AFTER, whole_seconds(error.retry_after)))
+        headers["Retry-After"] = str(whole_seconds(error.retry_after))
     return headers, json_bytes(error_body(dialect, error, request_id=request_id))
 
 
