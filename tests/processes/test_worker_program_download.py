@@ -89,13 +89,19 @@ def succeed(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tupl
     return Path(last.snapshot), events
 
 
-def refused(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[int, str]:
-    """Exit code, and the last line of the log."""
+def refused(hub: Hub, cache: Path, repo: str, exit: Exit, *options: str, **env: str) -> str:
+    """The last line of the log of a download that ends with this exit code."""
     with download(hub, cache, repo, *options, **env) as child:
         assert not any(isinstance(event, Downloaded) for event in child.events())
-        code = child.exit()
+        assert child.exit() == exit, child.log
         assert "Traceback" not in child.log
-        return code, child.log.strip().splitlines()[-1]
+        return child.log.strip().splitlines()[-1]
+
+
+def wait_for(child: Child, done: int) -> None:
+    """Return once so many bytes have been fetched."""
+    while child.event(Progress).done < done:
+        pass
 
 
 def partials(cache: Path) -> list[Path]:
@@ -139,8 +145,8 @@ def test_only_the_two_files_of_an_adapter_are_fetched(hub: Hub, tmp_path: Path) 
     assert hub.journal(repo) == before, "a complete adapter is not requested again"
     assert find_snapshot(repo, "main", str(tmp_path), adapter=True) == str(snapshot)
     assert find_snapshot(repo, "main", str(tmp_path)) is None, "it is no model"
-    code, message = refused(hub, tmp_path, publish(hub, "no-adapter"), "--adapter")
-    assert (code, "has no adapter_config.json" in message) == (Exit.UNUSABLE, True)
+    message = refused(hub, tmp_path, publish(hub, "no-adapter"), Exit.UNUSABLE, "--adapter")
+    assert "has no adapter_config.json" in message
 
 
 def test_a_complete_snapshot_needs_no_network(hub: Hub, tmp_path: Path) -> None:
@@ -188,9 +194,7 @@ def test_shards_are_those_of_the_index(hub: Hub, tmp_path: Path) -> None:
     last = [event for event in events if isinstance(event, Progress)][-1]
     assert last.done == last.total > 2 * WEIGHT_BYTES
     (hub.root / repo / names[1]).unlink()
-    code, message = refused(hub, tmp_path / "again", repo)
-    assert code == Exit.UNUSABLE
-    assert names[1] in message
+    assert names[1] in refused(hub, tmp_path / "again", repo, Exit.UNUSABLE)
 
 
 def test_a_broken_connection_is_resumed_at_its_last_byte(hub: Hub, tmp_path: Path) -> None:
@@ -205,8 +209,7 @@ def test_a_killed_download_is_resumed_at_its_last_byte(hub: Hub, tmp_path: Path)
     repo = publish(hub, "killed")
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with download(hub, tmp_path, repo, HF_HUB_DOWNLOAD_TIMEOUT="60") as child:
-        while child.event(Progress).done < 100_000:
-            pass
+        wait_for(child, 100_000)
     assert [path.stat().st_size for path in partials(tmp_path)] == [100_000]
     hub.fails()
     succeed(hub, tmp_path, repo)
@@ -221,8 +224,7 @@ def test_a_download_whose_files_are_deleted_ends_at_once_and_starts_again(hub: H
     repo = publish(hub, "deleted")
     hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}, {"stall": 200_000}]})
     with download(hub, tmp_path, repo) as child:
-        while child.event(Progress).done < 100_000:
-            pass
+        wait_for(child, 100_000)
         shutil.rmtree(tmp_path / "models--files--deleted")
         assert child.exit() == Exit.DAMAGED  # at the first byte after the stall
         assert f"files below {tmp_path} were deleted during the download; try again" in child.log
@@ -257,31 +259,27 @@ def test_a_refusing_hub_differs_from_a_failing_one(
 ) -> None:
     repo = publish(hub, f"refused.{fault['status']}{fault.get('code', '')}{len(place)}")
     hub.fails(**{repo + place: fault})
-    code, message = refused(hub, tmp_path, repo)
-    assert code == exit
+    message = refused(hub, tmp_path, repo, exit)
     assert words in message
     assert repo in message
 
 
 def test_names_that_do_not_exist_are_unusable(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "known")
-    assert refused(hub, tmp_path, "org/unknown")[0] == Exit.UNUSABLE
-    assert refused(hub, tmp_path, "not/a/name")[0] == Exit.UNUSABLE
-    code, message = refused(hub, tmp_path, repo, "--revision=v9")
-    assert (code, message) == (Exit.UNUSABLE, f"worker: {repo} has no revision 'v9'")
+    refused(hub, tmp_path, "org/unknown", Exit.UNUSABLE)
+    refused(hub, tmp_path, "not/a/name", Exit.UNUSABLE)
+    message = refused(hub, tmp_path, repo, Exit.UNUSABLE, "--revision=v9")
+    assert message == f"worker: {repo} has no revision 'v9'"
 
 
 def test_a_hub_that_cannot_be_reached_is_a_network_failure(hub: Hub, tmp_path: Path) -> None:
-    code, message = refused(hub, tmp_path, "org/any", HF_ENDPOINT="http://127.0.0.1:9")
-    assert code == Exit.NETWORK
+    message = refused(hub, tmp_path, "org/any", Exit.NETWORK, HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in message
 
 
 def test_an_offline_download_sends_no_request(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "offline")
-    code, message = refused(hub, tmp_path, repo, HF_HUB_OFFLINE="1")
-    assert code == Exit.UNUSABLE
-    assert "HF_HUB_OFFLINE" in message
+    assert "HF_HUB_OFFLINE" in refused(hub, tmp_path, repo, Exit.UNUSABLE, HF_HUB_OFFLINE="1")
     assert hub.journal(repo) == []
 
 
@@ -289,9 +287,7 @@ def test_an_offline_download_sends_no_request(hub: Hub, tmp_path: Path) -> None:
 def test_a_stalled_hub_is_a_network_failure_and_keeps_the_partial_file(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "stalled")
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 1000}})
-    code, message = refused(hub, tmp_path, repo)
-    assert code == Exit.NETWORK
-    assert "timed out" in message
+    assert "timed out" in refused(hub, tmp_path, repo, Exit.NETWORK)
     assert [path.stat().st_size for path in partials(tmp_path)] == [1000]
 
 
@@ -305,9 +301,7 @@ def test_damaged_content_is_removed_and_fetched_again(
 ) -> None:
     repo = publish(hub, f"damaged-{file}-{next(iter(fault))}")
     hub.fails(**{f"{repo}/{file}": fault})
-    code, message = refused(hub, tmp_path, repo)
-    assert code == Exit.DAMAGED
-    assert file in message
+    assert file in refused(hub, tmp_path, repo, Exit.DAMAGED)
     content = MODEL[file]
     git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     names = {git, hashlib.sha256(content).hexdigest()}
@@ -321,8 +315,7 @@ def test_damaged_content_is_removed_and_fetched_again(
 
 def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "bad-header", **{"model.safetensors": MODEL["model.safetensors"][:-7]})
-    code, message = refused(hub, tmp_path, repo)
-    assert code == Exit.DAMAGED
+    message = refused(hub, tmp_path, repo, Exit.DAMAGED)
     assert f"has {WEIGHT_BYTES - 7} bytes, but its header requires {WEIGHT_BYTES}" in message
     assert [path.name for path in tmp_path.rglob("model.safetensors")] == []
 
@@ -330,8 +323,7 @@ def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Pa
 def test_a_download_that_does_not_fit_the_disk_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "huge")
     hub.fails(**{f"{repo}/model.safetensors": {"size": 10**15}})
-    code, message = refused(hub, tmp_path, repo)
-    assert code == Exit.DISK_FULL
+    message = refused(hub, tmp_path, repo, Exit.DISK_FULL)
     assert f"needs {10**15 // 2**20} MiB more below {tmp_path}" in message
     assert "MiB are free" in message
 
@@ -346,8 +338,7 @@ def test_a_download_that_fills_the_disk_removes_its_partial_files(hub: Hub, tmp_
     try:
         hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
         with download(hub, disk, repo) as child:
-            while child.event(Progress).done < 100_000:
-                pass
+            wait_for(child, 100_000)
             with contextlib.suppress(OSError):
                 (disk / "filler").write_bytes(bytes(1 << 20))
             assert child.exit() == Exit.DISK_FULL
@@ -362,7 +353,7 @@ def test_the_token_is_sent_to_the_hub_only(hub: Hub, tmp_path: Path) -> None:
     with Child(python(str(ROOT / "tests" / "fake_hub.py"), str(hub.root))) as program:
         elsewhere = Hub(hub.root, program.line() or "")
         hub.fails(**{repo: {"token": SECRET}, f"{repo}/model.safetensors": {"redirect": elsewhere.address}})
-        assert refused(hub, tmp_path, repo)[0] == Exit.UNUSABLE
+        refused(hub, tmp_path, repo, Exit.UNUSABLE)
         with download(hub, tmp_path, repo, HF_TOKEN=SECRET) as child:
             events = child.events()
             assert child.exit() == Exit.OK, child.log
@@ -376,8 +367,7 @@ def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Pat
     repo = publish(hub, "twice")
     hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
     with download(hub, tmp_path, repo) as first:
-        while first.event(Progress).done < 100_000:
-            pass
+        wait_for(first, 100_000)
         snapshot, _ = succeed(hub, tmp_path, repo)
         assert first.event(Downloaded).snapshot == str(snapshot)
         assert first.exit() == Exit.OK
@@ -389,17 +379,14 @@ def test_a_pickle_that_could_run_code_is_refused_by_a_download_and_not_fetched_a
     repo = publish(hub, "unsafe", **{"pytorch_model.bin": torch_file(b"cos\nsystem\nX\x04\x00\x00\x00exit\x85R.")})
     (hub.root / repo / "model.safetensors").unlink()
     for _ in range(2):
-        code, message = refused(hub, tmp_path, repo)
-        assert code == Exit.UNUSABLE
-        assert "pytorch_model.bin needs os.system, which could run code" in message
+        assert "pytorch_model.bin needs os.system, which could run code" in refused(hub, tmp_path, repo, Exit.UNUSABLE)
     assert hub.fetched(repo).count("pytorch_model.bin") == 1
 
 
 def test_a_pickle_that_is_cut_short_is_damaged_and_fetched_again(hub: Hub, tmp_path: Path) -> None:
     repo = publish(hub, "short", **{"pytorch_model.bin": PICKLED[:-9]})
     (hub.root / repo / "model.safetensors").unlink()
-    code, message = refused(hub, tmp_path, repo)
-    assert (code, "is no complete file of torch.save" in message) == (Exit.DAMAGED, True)
+    assert "is no complete file of torch.save" in refused(hub, tmp_path, repo, Exit.DAMAGED)
     (hub.root / repo / "pytorch_model.bin").write_bytes(PICKLED)
     succeed(hub, tmp_path, repo)
 
@@ -414,8 +401,7 @@ def test_a_supervised_download_reports_its_failure_and_dies_with_its_router(hub:
         assert child.exit() == Exit.NETWORK
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with Child([*argv, f"--parent-pid={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
-        while child.event(Progress).done < 100_000:
-            pass
+        wait_for(child, 100_000)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
