@@ -10,7 +10,7 @@ from tests.worker.fake_engine import FakeEngine
 from worker.api import openai
 from worker.api.call import GenerationCall
 from worker.api.served_model import ServedModel
-from worker.interface import GenerationRequest
+from worker.interface import EncoderInput, GenerationRequest
 
 # a chat template with tools, in the format of Hermes
 TOOLS = (
@@ -54,10 +54,15 @@ def model(
     return ServedModel(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
 
 
+def encoded(made: ServedModel) -> Sequence[EncoderInput]:
+    """Return what the engine encoded."""
+    assert isinstance(made.engine, FakeEngine)
+    return made.engine.texts
+
+
 def seen(made: ServedModel) -> list[str]:
     """Return the texts that the engine encoded, without special tokens."""
-    assert isinstance(made.engine, FakeEngine)
-    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
+    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in encoded(made)]
 
 
 async def only(body: dict[str, Any], made: ServedModel | None = None) -> GenerationRequest:

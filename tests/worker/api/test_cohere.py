@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.speaking import seen
+from tests.worker.speaking import encoded, seen
 from worker.api import cohere
 from worker.api.served_model import ServedModel
 from worker.errors import RequestError
@@ -54,8 +54,7 @@ async def test_the_input_type_selects_an_instruction_of_the_model() -> None:
 async def test_long_texts_are_truncated_by_default() -> None:
     made = model()
     await cohere.embed({"texts": ["word " * 500]}, made)
-    assert isinstance(made.engine, FakeEngine)
-    assert len(made.engine.texts[0].tokens) == 256
+    assert len(encoded(made)[0].tokens) == 256
     with pytest.raises(RequestError) as caught:
         await cohere.embed({"texts": ["word " * 500], "truncate": "NONE"}, made)
     assert (caught.value.param, caught.value.reason) == ("texts", "context_length_exceeded")
@@ -64,8 +63,7 @@ async def test_long_texts_are_truncated_by_default() -> None:
 async def test_texts_are_truncated_to_max_tokens() -> None:
     made = model()
     await cohere.embed({"texts": ["word " * 500], "max_tokens": 20}, made)
-    assert isinstance(made.engine, FakeEngine)
-    assert len(made.engine.texts[0].tokens) == 20
+    assert len(encoded(made)[0].tokens) == 20
     for extra in ({"max_tokens": 20, "truncate": "NONE"}, {"max_tokens": 0}, {"max_tokens": 1}):
         with pytest.raises(RequestError) as caught:
             await cohere.embed({"texts": ["word " * 500], **extra}, made)

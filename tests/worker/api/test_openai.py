@@ -10,7 +10,7 @@ import transformers
 from tests import tiny
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.speaking import ANSWERS, CHAT, SCHEMA, THINKING, Speaking, model, only, streamed, whole
+from tests.worker.speaking import ANSWERS, CHAT, SCHEMA, THINKING, Speaking, encoded, model, only, streamed, whole
 from worker.api import embeddings, openai
 from worker.api.openai_replies import TextWriter
 from worker.api.served_model import ServedModel
@@ -804,8 +804,7 @@ async def test_a_chat_is_embedded_as_its_template_renders_it() -> None:
     async def seen(body: dict[str, Any], **settings: Any) -> tuple[str, tuple[str, ...]]:
         made = model(**settings)
         result = await embeddings.embeddings({**CHAT, **body}, made)
-        assert isinstance(made.engine, FakeEngine)
-        [text] = made.engine.texts
+        [text] = encoded(made)
         assert result.body["usage"]["prompt_tokens"] == len(text.tokens) == result.prompt_tokens
         assert [entry["index"] for entry in result.body["data"]] == [0]
         return made.decode(text.tokens), result.ignored

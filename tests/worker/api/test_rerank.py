@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.speaking import seen
+from tests.worker.speaking import encoded, seen
 from worker.api import embeddings
 from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
@@ -86,8 +86,7 @@ async def test_a_long_pair_is_rejected_unless_truncation_is_allowed() -> None:
             await embeddings.rerank(body, made)
         assert caught.value.param == "documents"
         await embeddings.rerank({**body, "truncate": True}, made)
-        assert isinstance(made.engine, FakeEngine)
-        assert max(len(text.tokens) for text in made.engine.texts) == 64
+        assert max(len(text.tokens) for text in encoded(made)) == 64
         assert "y" in seen(made)[-1]
 
 
@@ -105,8 +104,7 @@ async def test_an_instruction_precedes_texts_and_its_length_is_passed_on() -> No
     await embeddings.embeddings({"input": "three", "prompt_name": "query"}, made)
     await embeddings.embeddings({"input": "four", "prompt_name": "document"}, made)
     assert seen(made) == ["# one", "# two", "? three", "four"]
-    assert isinstance(made.engine, FakeEngine)
-    skipped = [text.skipped for text in made.engine.texts]
+    skipped = [text.skipped for text in encoded(made)]
     assert skipped == [*[len(made.tokenizer(prompt)["input_ids"]) for prompt in ("# ", "# ", "? ")], 0]
     with pytest.raises(InvalidValue, match="document, query, title"):
         await embeddings.embeddings({"input": "a", "prompt_name": "clustering"}, made)
@@ -122,8 +120,7 @@ async def test_token_ids_are_unchanged() -> None:
         await embeddings.embeddings({**cut, "truncation_side": "left"}, made)
     await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
     await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 1000}, made)
-    assert isinstance(made.engine, FakeEngine)
-    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], *[[5] * 256] * 2, [5] * 4, [5] * 256]
+    assert [list(text.tokens) for text in encoded(made)] == [[5, 6], *[[5] * 256] * 2, [5] * 4, [5] * 256]
     with pytest.raises(InvalidValue) as caught:
         await embeddings.embeddings({"input": [5, 6], "prompt_name": "query"}, made)
     assert caught.value.param == "prompt_name"
@@ -139,9 +136,8 @@ async def test_a_text_is_truncated_by_its_tokenizer() -> None:
     made = embedder(max_input_tokens=20)
     text = "the quick brown fox " * 20
     await embeddings.embeddings({"input": ["fox", text], "truncate": True}, made)
-    assert isinstance(made.engine, FakeEngine)
     expected = made.tokenizer("# " + text, truncation=True, max_length=20)["input_ids"]
-    assert list(made.engine.texts[1].tokens) == expected
+    assert list(encoded(made)[1].tokens) == expected
     assert len(made.tokenizer(text)["input_ids"]) > 20, "the tokenizer itself still reads all of it"
 
 
@@ -149,9 +145,8 @@ async def test_a_text_is_truncated_to_the_tokens_that_the_request_names() -> Non
     made = embedder()
     text = "The quick brown fox. " * 20
     await embeddings.embeddings({"input": ["fox", text], "truncate_prompt_tokens": 12}, made)
-    assert isinstance(made.engine, FakeEngine)
     expected = made.tokenizer("# " + text, truncation=True, max_length=12)["input_ids"]
-    assert list(made.engine.texts[-1].tokens) == expected
+    assert list(encoded(made)[-1].tokens) == expected
     with pytest.raises(InvalidValue, match=r"above \d+, the tokens of the model's instruction") as caught:
         await embeddings.embeddings({"input": text, "truncate_prompt_tokens": 1}, made)
     assert caught.value.param == "truncate_prompt_tokens"
