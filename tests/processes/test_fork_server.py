@@ -304,9 +304,11 @@ async def test_no_exit_code_is_read_as_0_while_the_fork_server_hangs() -> None:
     """The kernel shows 0 to a router that is not root, whatever the code was."""
     async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
         worker = await forked(fork_server)
+        other = await staying(fork_server)  # so it has started the worker as well
         stop(fork_server)
         worker.send(b"a-token-of-this-test\n")
         assert await worker.exited == UNKNOWN_EXIT
+    await other.exited
 
 
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
