@@ -24,7 +24,7 @@ from router.config import effective as written
 from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
 from router.config.option_types import nearest, shown
-from router.config.presets import REPO, Preset, hub_name
+from router.config.presets import MODEL_REPO, Preset, hub_name
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import ConfigError, RouterError
@@ -135,7 +135,7 @@ def _is_model(name: str) -> bool:
     """True if an argument of `router check` is a model, and no preset file."""
     if os.path.exists(name):
         return os.path.isdir(name)
-    return name.startswith("demo:") or (REPO.fullmatch(hub_name(name)) is not None and not name.endswith(".ini"))
+    return name.startswith("demo:") or (MODEL_REPO.fullmatch(hub_name(name)) is not None and not name.endswith(".ini"))
 
 
 @click.group(
