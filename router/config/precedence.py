@@ -16,7 +16,7 @@ from router.config import ini, preset_keys, serving_properties, vllm_objects
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import ForeignOption, Spelling
-from router.config.presets import ADAPTER_NAME, HUB, MODEL_REPO, REPO, WHOLE_STRINGS, PresetKey, repository
+from router.config.presets import ADAPTER_NAME, HUB, MODEL_REPO, REPO, WHOLE_STRINGS, PresetKey, hub_name, repository
 from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE, variable_text
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
@@ -411,8 +411,8 @@ class SettingReader:
         path = self.path(text, place)
         if self.disk.kind(path) in {"folder", "snapshot"}:
             return path
-        if MODEL_REPO.fullmatch(text):
-            return HUB + ":".join(repository(text))
+        if MODEL_REPO.fullmatch(repo := hub_name(text)):
+            return HUB + ":".join(repository(repo))
         raise ValueError(f"no folder {path}, and it is not org/name of the hub")
 
     def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:
@@ -429,7 +429,8 @@ class SettingReader:
         path = self.path(text, place)
         kind = self.disk.kind(path)
         target = path
-        if not kind and REPO.fullmatch(text) and not text.startswith((".", "~", "/")):
+        text = hub_name(text)
+        if not kind and REPO.fullmatch(text):
             target = HUB + ":".join(repository(text))
         elif kind != "adapter":
             raise ValueError(

@@ -19,7 +19,7 @@ from router.config.model_source import FoundModel, resolve_source
 from router.config.named_models import NamedModel
 from router.config.option_types import nearest, plain, shown
 from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, Setting, SettingReader, unreadable
-from router.config.presets import ALL_DEVICES, ALL_LAYERS, DEFAULT_CHUNK, Preset
+from router.config.presets import ALL_DEVICES, ALL_LAYERS, DEFAULT_CHUNK, Preset, hub_name
 
 SOURCES = {"model", "hf-repo"}  # keys that name the model
 _IS_NO_PATH = re.compile("demo:|[A-Za-z0-9+]+://")  # at the start of a value of `model`
@@ -315,7 +315,7 @@ class _Resolution:
         if self._disk.kind(path) in {"folder", "snapshot"}:
             return
         repo = fields.get("repo")
-        if repo and text.rstrip("/") in (repo, f"{repo}:{fields['revision']}"):
+        if repo and hub_name(text).rstrip("/") in (repo, f"{repo}:{fields['revision']}"):
             fields["tokenizer"] = ""
             return
         message = f"no folder {path}, and not the model's own repository; download the tokenizer and write its folder"

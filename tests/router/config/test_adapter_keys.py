@@ -28,6 +28,7 @@ def test_an_adapter_is_a_folder_or_a_repository_with_a_name_and_perhaps_a_scale(
         ("mine", "/etc/llm/french", 1.0),
         ("german", "hub:org/german:v2", 1.0),
     ]
+    assert adapters("lora = mine=https://huggingface.co/org/german") == [("mine", "hub:org/german:main", 1.0)]
     assert adapters("lora-scaled = french:0.5, org/german:main:2") == [
         ("french", "/etc/llm/french", 0.5),
         ("german", "hub:org/german:main", 2.0),

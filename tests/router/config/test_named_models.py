@@ -65,8 +65,9 @@ def test_an_address_of_the_hub_is_its_repository(address: str) -> None:
         loaded = start({key: address})
         assert not loaded.problems
         assert loaded.presets["org/name"].repo == "org/name", "although there is a folder of this name"
-    loaded = start({}, text=f"[m]\nmodel = {address}\n")
-    assert loaded.presets["m"].repo == "org/name"
+    text = f"[m]\nmodel = {address}\ntokenizer = {address}\nmodel-draft = hf.co/org/small\n"
+    preset = start({}, text=text).presets["m"]
+    assert (preset.repo, preset.tokenizer, preset.model_draft) == ("org/name", "", "hub:org/small:main")
 
 
 def test_ids_are_unique() -> None:
