@@ -58,9 +58,14 @@ PREPARED = READ | {"offline", "hf-token", "state-dir"}
 DOWNLOADED = PREPARED | {"model", "model-names", "hf-repo", "prepare"}
 # Decides only whether the min-residency of a preset is valid: `check` shows it, the commands for one model accept it.
 VALIDATES = frozenset({"swap-patience"})
-# Commands of other programs, and what to use instead.
+# Commands of other programs, and what to use instead. Each would be a repository's name.
 _INSTEAD = {
-    "list": "Use `router ps --all`.",
+    **dict.fromkeys(("list", "ls", "models", "show", "status"), "Use `router ps --all`."),
+    "config": "Use `router check --effective`.",
+    "help": "Use `router --help`.",
+    **dict.fromkeys(("rm", "delete"), "Send DELETE /api/delete to the running router."),
+    "start": "Use `router serve`.",
+    "version": "Use `router --version`.",
     "load": "The first request for a model loads it, and so does POST /models/load of the running router.",
     "pull": "Use `router download`.",
     "stop": "Send POST /models/unload to the running router.",
