@@ -291,6 +291,8 @@ def check(
     from router.cli import check as checks  # Imported late: it reads checkpoints.
     from router.cli import estimate  # Imported late: it reads devices.
 
+    if names[:1] == ("serve",):  # in the command line of the server
+        names = names[1:]
     files = [name for name in names if not _is_model(name)]
     if len(files) > 1:
         raise click.UsageError(f"{' and '.join(files)}: one file of presets at a time; check each alone.", ctx)

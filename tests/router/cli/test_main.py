@@ -389,6 +389,7 @@ def test_check_reads_the_very_command_line_that_would_serve(run: Run, tmp_path: 
     words = ("--port", "0", "--models-memory-margin", "2048", "--no-fork-server")
     assert run("check", path, *words) == (0, "2 models, no fault: a b\n", "")
     assert run(*words, "check", path)[0] == 0
+    assert run("check", "serve", "org/name", *words)[:2] == (0, "1 model, no fault: org/name\n")
     assert run("check", "gpt2", "hf.co/org/name", *words)[:2] == (0, "2 models, no fault: gpt2 org/name\n")
     assert run("check", path, "--port", "x")[::2] == (2, '--port: "x" is not a whole number from 0 to 65535\n')
 
