@@ -5,6 +5,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import orjson
+
 from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, event_frame
 from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.openai_replies import logprob_entries
@@ -17,10 +19,12 @@ from worker.prompt import logprob_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts, read_image_url
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
+from worker.protocol.dialects.generation_fields import MAX_NAME_LENGTH
 from worker.protocol.dialects.responses import (
     CHAT_FIELDS,
     INCLUDED,
     LABELS,
+    MAX_METADATA,
     REASONING,
     RESPONSES,
     STREAM_OPTIONS,
@@ -120,10 +124,13 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         chat_body["response_format"] = _format(format_)
         if format_.get("description") is not None:
             fields.mark_unused(f"{text.path}format.description")
+    metadata = fields.mapping("metadata") or {}
+    if len(orjson.dumps(metadata)) > MAX_METADATA:
+        raise InvalidValue(f"metadata must have at most {MAX_METADATA} bytes of JSON", param="metadata")
     repeated_fields = {
         "instructions": instructions,
         "max_output_tokens": chat_body["max_tokens"],
-        "metadata": fields.mapping("metadata") or {},
+        "metadata": metadata,
         "parallel_tool_calls": chat_body["parallel_tool_calls"] is not False,
         "reasoning": {"effort": chat_body["reasoning_effort"], "summary": None},
         "text": {"format": format_ or {"type": "text"}, "verbosity": chat_body["verbosity"]},
@@ -132,9 +139,14 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         "tools": [{"type": "function", **dict.fromkeys(_OF_FUNCTION), **tool["function"]} for tool in tools],
         "top_logprobs": top,
         "truncation": fields.choice("truncation") or "disabled",
-        **{name: label if isinstance(label := fields.take(name), str) else None for name in LABELS},
+        **{name: _label(fields.take(name)) for name in LABELS},
     }
     return chat_body, repeated_fields
+
+
+def _label(given: Any) -> str | None:
+    """Return a label that has no effect as a response repeats it."""
+    return given if isinstance(given, str) and len(given) <= MAX_NAME_LENGTH else None
 
 
 def _input(fields: BodyFields, no_vision: str) -> list[Json]:

@@ -11,6 +11,7 @@ import orjson
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.protocol import json_faults
 from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
+from worker.protocol.routes import MAX_IGNORED_FIELDS
 from worker.protocol.schema import Body, Schema, allows, kinds, ranges
 from worker.protocol.unknown_fields import unknown_paths
 
@@ -220,7 +221,8 @@ class BodyFields:
                 "this field is unknown; leave it out, or turn strict-fields off to have it ignored",
                 param=unknown_names[0][:128],
             )
-        return (*self._unused, *unknown_names)
+        # The answer keeps the names until it ends. These are enough for its header.
+        return (*self._unused, *(name[:128] for name in unknown_names[: MAX_IGNORED_FIELDS + 1]))
 
 
 def _is_within(value: float, ranges: Ranges) -> bool:

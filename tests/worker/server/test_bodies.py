@@ -1,6 +1,7 @@
 """Bounds of what a request costs before it is admitted: prompts that are too long, and bodies in progress."""
 
 import asyncio
+import contextlib
 import functools
 import re
 import sys
@@ -224,6 +225,35 @@ async def test_a_long_value_that_is_rejected_takes_no_memory(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 4 << 20
+
+
+def eight_million_characters() -> str:
+    return "x" * (8 << 20)
+
+
+UNUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "metadata": lambda: {"metadata": {"text": eight_million_characters()}},
+    "label": lambda: {"safety_identifier": eight_million_characters()},
+    "values": lambda: {"user": eight_million_characters(), "wibble": [eight_million_characters()]},
+    "name": lambda: {eight_million_characters(): 1},
+    "names": lambda: {str(number): 1 for number in range(100_000)},
+}
+
+
+@pytest.mark.parametrize("unused", UNUSED)
+@pytest.mark.parametrize("path", [openai.chat, responses], ids=["chat", "responses"])
+async def test_a_parsed_request_keeps_nothing_that_has_no_effect(path: Any, unused: str) -> None:
+    made = model()
+    await path({**chat("hi"), "input": "hi"}, made)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidValue):  # of metadata that a response would repeat
+            call = await path({**chat("hi"), "input": "hi", **UNUSED[unused]()}, made)
+            assert call.generations
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])

@@ -76,7 +76,9 @@ INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-# Request fields without effect, of any type. A response repeats texts.
+# Bytes of `metadata` in JSON. OpenAI allows 16 texts of 512 characters. Each event with the response repeats it.
+MAX_METADATA = 64 << 10
+# Request fields without effect, of any type. A response repeats texts of at most MAX_NAME_LENGTH characters.
 LABELS = ("safety_identifier", "prompt_cache_key")
 _ALLOWED_TOOLS: Body = {
     "mode": s.required(s.choice(openai.ALLOWED_MODES)),
@@ -105,7 +107,7 @@ RESPONSES: Body = {
     "top_logprobs": s.integer(
         0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
     ),
-    "metadata": s.or_null(s.ANY_OBJECT),
+    "metadata": s.or_null({**s.ANY_OBJECT, "description": f"At most {MAX_METADATA} bytes of JSON."}),
     **s.members(NO_EFFECT, *LABELS),
     "previous_response_id": s.one_of([""], _STATELESS),
     "conversation": s.one_of([], _STATELESS),
