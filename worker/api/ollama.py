@@ -1,5 +1,6 @@
 """Ollama's chat, generate and embed calls, translated to and from OpenAI's. Answers are lines of JSON."""
 
+import itertools
 import math
 import re
 import time
@@ -369,6 +370,7 @@ class OllamaWriter(ReplyWriter):
         self._waited = waited  # seconds until the model was loaded
         self._started = time.monotonic() - waited
         self._pending_logprobs: list[TokenLogprob] = []
+        self._call_numbers = itertools.count()
 
     def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
         parts: list[AnswerPart] = []
@@ -394,7 +396,7 @@ class OllamaWriter(ReplyWriter):
     def _line(self, parts: list[AnswerPart]) -> Json:
         content = "".join(part.content for part in parts)
         thinking = "".join(part.reasoning for part in parts)
-        calls = [_tool_call(part) for part in parts if part.call is not None]
+        calls = [_tool_call(part, next(self._call_numbers)) for part in parts if part.call is not None]
         extras: Json = {"thinking": thinking} if thinking else {}
         if calls:
             extras["tool_calls"] = calls
@@ -432,9 +434,10 @@ def _logprob(entry: TokenLogprob) -> Json:
     return {**fields, "logprob": _IMPOSSIBLE_LOGPROB if fields["logprob"] is None else fields["logprob"]}
 
 
-def _tool_call(part: AnswerPart) -> Json:
+def _tool_call(part: AnswerPart, index: int) -> Json:
     assert part.call is not None
-    return {"id": part.call.id, "function": {"name": part.call.name, "arguments": orjson.loads(part.call.arguments)}}
+    function = {"index": index, "name": part.call.name, "arguments": orjson.loads(part.call.arguments)}
+    return {"id": part.call.id, "function": function}
 
 
 def _nanoseconds(seconds: float) -> int:

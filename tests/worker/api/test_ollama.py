@@ -9,7 +9,7 @@ from tests import tiny
 from tests.worker.clients import ollama_client
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from tests.worker.serving import bare_tokenizer, serving, tokenizer
-from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
+from tests.worker.speaking import ANSWERS, CALL, SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import WAITED_HEADER
 from worker.protocol.streams import stream
@@ -75,6 +75,17 @@ async def test_reasoning_and_calls_are_separated_and_arguments_are_objects() -> 
         assert (message.thinking, message.content) == ("They ask for Oslo.", "Let me look.")
         [call] = message.tool_calls or []
         assert (call.function.name, call.function.arguments) == ("weather", {"city": "Oslo"})
+
+
+async def test_calls_are_numbered_and_the_numbers_may_come_back() -> None:
+    async with serving(Speaking(CALL * 2), chat_template=TOOLS, strict_fields=True) as world:
+        asked: dict[str, Any] = {"messages": HI, "tools": [WEATHER], "stream": False}
+        _, _, answer = await world.post("/api/chat", asked)
+        calls = answer["message"]["tool_calls"]
+        assert [call["function"]["index"] for call in calls] == [0, 1]
+        messages = [*HI, {"role": "assistant", "content": "", "tool_calls": calls}, *HI]
+        status, _, answer = await world.post("/api/chat", {**asked, "messages": messages})
+        assert status == 200, answer
 
 
 async def test_a_conversation_with_calls_and_results_reaches_the_template() -> None:

@@ -94,7 +94,7 @@ PULL: Body = {
     "insecure": {"description": "No effect: the router's configuration decides how the hub is reached."},
 }
 
-_CALL = s.shape({"id": s.TEXT, "function": s.shape({"name": s.TEXT, "arguments": s.ANY_OBJECT})})
+_CALL = s.shape({"id": s.TEXT, "function": s.shape({"index": s.COUNT, "name": s.TEXT, "arguments": s.ANY_OBJECT})})
 _GENERATED: dict[str, Schema] = {"thinking": s.TEXT, "tool_calls": s.several(_CALL)}
 _LOGPROB: dict[str, Schema] = {"token": s.TEXT, "logprob": s.NUMBER, "bytes": s.several(s.COUNT)}
 _LINE: dict[str, Schema] = {"model": s.TEXT, "created_at": s.TEXT, "done": s.FLAG}

@@ -142,7 +142,7 @@ TOOL_CALL: Schema = s.described(
         "id": s.ANYTHING,
         "type": s.ANYTHING,
         "index": NO_EFFECT,
-        "function": s.described({"name": s.TEXT, "arguments": _ARGUMENTS}),
+        "function": s.described({"name": s.TEXT, "arguments": _ARGUMENTS, "index": NO_EFFECT}),
     }
 )
 _MESSAGE: Body = {
