@@ -82,9 +82,9 @@ def error_body(dialect: Dialect, error: ReportedError, *, request_id: str = "") 
 
 def anthropic_error_type(status: int, type: str) -> str:
     """Return the error type of Anthropic's API. Its clients know one type for all invalid requests."""
-    if status >= 500:
-        return "overloaded_error" if status in (503, 507) else "api_error"
-    return "invalid_request_error" if status == 400 else type
+    own = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
+           507: "overloaded_error"}  # fmt: skip
+    return own.get(status) or (type if status < 500 else "api_error")
 
 
 def _error_object(status: int, type: str, message: str, param: str | None, reason: str) -> dict[str, Any]:
