@@ -320,6 +320,7 @@ class AnthropicWriter(ReplyWriter):
         if not self._has_started:
             self._has_started = True
             usage = {**self._usage(), "output_tokens": 0}
+            del usage["output_tokens_details"]  # Anthropic's client would keep these in the place of the last ones
             message = {**self._head, "content": [], **_NOT_STOPPED, "usage": usage}
             events.append({"type": "message_start", "message": message})
         events += self._add(number, delta)
@@ -333,7 +334,8 @@ class AnthropicWriter(ReplyWriter):
     def _add(self, number: int, delta: Delta) -> list[Json]:
         """Add the next delta and return the events of its blocks."""
         self._totals.add(number, delta)
-        parts, _ = self._parser.take(delta)
+        parts, reasoning_tokens = self._parser.take(delta)
+        self._totals.add_reasoning(reasoning_tokens)
         events = [event for part in parts for event in self._part(part)]
         return [*events, *self._close()] if delta.finish is not None else events
 
@@ -383,4 +385,5 @@ class AnthropicWriter(ReplyWriter):
             "output_tokens": usage["completion_tokens"],
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         }

@@ -68,6 +68,8 @@ async def test_reasoning_text_and_calls_are_blocks() -> None:
         assert text.text == "Let me look."
         assert (call.name, call.input) == ("weather", {"city": "Oslo"})
         assert message.stop_reason == "tool_use"
+        used = message.usage.to_dict()
+        assert 0 < used["output_tokens_details"]["thinking_tokens"] < used["output_tokens"]
 
 
 async def test_a_conversation_with_calls_and_results_reaches_the_template() -> None:

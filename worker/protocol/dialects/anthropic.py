@@ -92,7 +92,8 @@ _ANSWER_BLOCK = s.any_of(
 _STOP = s.shape({"stop_reason": s.TEXT, "stop_sequence": s.or_null(s.TEXT), "stop_details": s.NULL})
 COMPONENTS: Mapping[str, Schema] = {
     "AnthropicUsage": s.shape(
-        s.members(s.COUNT, "input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        s.members(s.COUNT, "input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+        {"output_tokens_details": s.shape({"thinking_tokens": s.COUNT})},
     ),
     "Message": s.shape(
         {
