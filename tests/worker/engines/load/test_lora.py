@@ -223,6 +223,29 @@ async def test_changed_adapter_files_end_their_request_only(llama: Path, one: Pa
         assert isinstance(results[1], CollectedChoice)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_an_adapter_is_not_read_from_an_open_file_with_other_content(
+    llama: Path, one: Path, tmp_path: Path, *, replaced: bool
+) -> None:
+    """A file that is replaced keeps its content while it is open; one that is written to in place does not."""
+    folder, other = shutil.copytree(one, tmp_path / "mine"), lora.make(llama, tmp_path / "other", seed=9)
+    weights = folder / lora_files.WEIGHTS
+    async with serving(
+        load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one, "a": folder})))
+    ) as engine:
+        before = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
+        await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("one"))  # takes the slot
+        if replaced:
+            weights.unlink()
+        weights.write_bytes((other / lora_files.WEIGHTS).read_bytes())
+        after = complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
+        if replaced:
+            assert (await after).tokens == before.tokens
+        else:
+            with pytest.raises(UnusableAdapter, match="has changed since 'a' was registered"):
+                await after
+
+
 async def test_an_update_reads_files_again_that_have_changed(llama: Path, one: Path, tmp_path: Path) -> None:
     folder, other = shutil.copytree(one, tmp_path / "mine"), lora.make(llama, tmp_path / "other", seed=9)
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"a": folder})))) as engine:

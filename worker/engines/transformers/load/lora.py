@@ -242,11 +242,12 @@ class LoraAdapters:
     def _open(self, adapter: LoraAdapter) -> LoraFile:
         """Open an adapter's file and close the least recently used one above the limit. Raises UnusableAdapter."""
         file = self._files.pop(adapter.number, None)
-        if file is None:
+        if file is None or lora_files.is_overwritten(adapter.folder, file.stamp):
             file = lora_files.read(adapter.folder)
             # A file that changed on disk belongs to another registration; mixing both would give wrong text.
             if self._stamps.setdefault(adapter.number, file.stamp) != file.stamp:
-                raise UnusableAdapter(f"{adapter.folder} has changed since '{adapter.name}' was registered: update it")
+                changed = f"{adapter.folder} has changed since '{adapter.name}' was registered"
+                raise UnusableAdapter(f"{changed}: update it, or unload the model")
             file = replace(file, pairs={self._named(adapter, name): pair for name, pair in file.pairs.items()})
         self._files[adapter.number] = file
         while self._copies and len(self._files) > self._copies:

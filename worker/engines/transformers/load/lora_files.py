@@ -100,6 +100,17 @@ def stamp(folder: str) -> tuple[int, ...]:
     return tuple(number for fact in facts for number in (fact.st_ino, fact.st_size, fact.st_mtime_ns))
 
 
+def is_overwritten(folder: str, before: tuple[int, ...]) -> bool:
+    """True if the weights were written to in place since the stamp `before`, so that a mapping shows other content. A
+    mapped file that was replaced or removed keeps its content."""
+    try:
+        fact = os.stat(os.path.join(folder, WEIGHTS))
+    except OSError:
+        return False
+    inode, *content = before[3:]
+    return fact.st_ino == inode and [fact.st_size, fact.st_mtime_ns] != content
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
