@@ -21,7 +21,7 @@ from worker.engines.transformers.sample.grammar import GrammarMatcher
 from worker.engines.transformers.sample.sampler import Likelihood, Sampled, has_penalties
 from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
-from worker.engines.transformers.schedule.sequence import PenaltyCounts, RepeatedNgrams, output_limit
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, RepeatedNgrams
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.schedule.speculation import DraftLimits, PromptLookup
 from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
@@ -137,20 +137,17 @@ class StreamFactory:
     ) -> RequestStream:
         """The stream of `request`. Seeds are random if the request has none."""
         stream = RequestStream(asyncio.get_running_loop())
-        limit = output_limit(len(request.prompt), request.max_tokens, self._ctx_size)
-        seed = request.sampling.seed
+        room, seed = self._ctx_size - len(request.prompt), request.sampling.seed
         limits = self._draft_limits(request)
         for index in range(request.n):
             sequence = TokenSequence.of(
                 request,
                 id=next(self._ids),
-                limit=limit,
+                limit=room if request.max_tokens is None else min(request.max_tokens, room),
                 ends=self._vocabulary.ends,
-                rules=self._vocabulary.rules,
                 seed=secrets.randbits(63) if seed is None else seed + index,
-                adapter=adapter,
-                draft_limits=limits,
             )
+            sequence.rules, sequence.adapter, sequence.draft_limits = self._vocabulary.rules, adapter, limits
             if request.n > 1:  # the choices of one request share the computation of its prompt
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             stream.choices.append(self._choice(request, index, sequence, stream))

@@ -14,12 +14,6 @@ from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import FinishReason, GenerationRequest, PromptImages, SamplingParams
 
 
-def output_limit(prompt_tokens: int, asked: int | None, ctx_size: int) -> int:
-    """Maximum of new tokens: `asked` (None: unlimited), capped by the free context."""
-    room = ctx_size - prompt_tokens
-    return room if asked is None else min(asked, room)
-
-
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """Tokens that a checkpoint forbids or forces, whatever the request."""
@@ -70,20 +64,8 @@ class Sequence:
     preempted_for_memory: bool = False  # was preempted once because a step ran out of device memory
 
     @classmethod
-    def of(
-        cls,
-        request: GenerationRequest,
-        *,
-        id: int,
-        limit: int,
-        ends: Iterable[int],
-        seed: int,
-        rules: TokenRules = TokenRules(),
-        adapter: AppliedAdapter | None = None,
-        draft_limits: DraftLimits | None = None,
-    ) -> "Sequence":
-        """A new sequence for one choice of `request`. `adapter`: the one that the request names. `draft_limits`: those
-        of the preset and the request together."""
+    def of(cls, request: GenerationRequest, *, id: int, limit: int, ends: Iterable[int], seed: int) -> "Sequence":
+        """A new sequence for one choice of `request`."""
         tokens = list(request.prompt)
         return cls(
             id=id,
@@ -92,14 +74,11 @@ class Sequence:
             limit=limit,
             ends=frozenset(ends) | request.ends,
             requested_ends=request.ends,
-            rules=rules,
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
             prompt_images=request.prompt_images,
-            adapter=adapter,
             salt=request.salt.encode(),
-            draft_limits=draft_limits,
         )
 
     @property
