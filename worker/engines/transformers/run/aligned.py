@@ -227,7 +227,7 @@ class AlignedRunner:
         self._cache.clear(buffer_row)
         if part.start:  # a warmup step: its past was never computed
             self._cache.assume_states(buffer_row, part.start)
-            self._cache.set_cross_columns(buffer_row, part.segment.sequence.prompt_tokens)
+            self._cache.cross_columns[buffer_row] = part.segment.sequence.prompt_tokens
 
     def _decodes(self, part: _DecoderPart) -> bool:
         is_next = part.start > 0 and len(part.tokens) == 1 + len(part.segment.drafted) and part.segment.completes
@@ -259,9 +259,7 @@ class AlignedRunner:
         by_row = {part.row: (index, part) for index, part in parts.items()}
         order = [by_row[row] for row in plan.rows]
         starts = [part.start for _, part in order]
-        cross_columns = [
-            self._cache.cross_columns(buffer_row) for buffer_row in range(plan.buffer_rows.start, plan.buffer_rows.stop)
-        ]
+        cross_columns = self._cache.cross_columns[plan.buffer_rows]
         self._cache.prepare(plan.buffer_rows, starts)
         self._select_adapters([part for _, part in order])
         logits = self._forward(
@@ -308,7 +306,7 @@ class AlignedRunner:
             sequence = part.segment.sequence
             encoded = self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
         elif self._forward.is_encoder_decoder:
-            cross_columns.append(self._cache.cross_columns(buffer_row))
+            cross_columns.append(self._cache.cross_columns[buffer_row])
         self._cache.prepare(buffer_rows, [part.start])
         found: list[torch.Tensor] = []
         start = part.start
@@ -333,7 +331,7 @@ class AlignedRunner:
                 found.append(logits[0])
             start = end
         if encoded is not None:
-            self._cache.set_cross_columns(buffer_row, encoded.shape[1])
+            self._cache.cross_columns[buffer_row] = encoded.shape[1]
         self._cache.done(buffer_rows, [part.end])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
 

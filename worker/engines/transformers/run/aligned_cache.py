@@ -209,7 +209,7 @@ class AlignedCache:
         self._buffer_rows, self._width = buffer_rows, width
         self._current_tokens = [0] * buffer_rows  # by buffer row: number of tokens in its current states
         self._previous_tokens = [0] * buffer_rows  # the same of the states before the newest step
-        self._cross_columns = [0] * buffer_rows
+        self.cross_columns = [0] * buffer_rows  # of the encoder's output in each buffer row
         own = Cache(layers=[self._layer(*each) for each in zip(shapes, devices, strict=True)])
         self._cross = [
             self._cross_layer(shape.cross_keys, device)
@@ -312,13 +312,6 @@ class AlignedCache:
                 self.cache.is_updated[index] = cross_columns > 0
         return self.cache
 
-    def cross_columns(self, buffer_row: int) -> int:
-        """Columns of the encoder's output in that buffer row."""
-        return self._cross_columns[buffer_row]
-
-    def set_cross_columns(self, buffer_row: int, columns: int) -> None:
-        self._cross_columns[buffer_row] = columns
-
     # States
 
     def has_states_at(self, buffer_row: int, tokens: int) -> bool:
@@ -368,14 +361,14 @@ class AlignedCache:
     def clear(self, buffer_row: int) -> None:
         """Forget the states of a buffer row, for a new row."""
         self._current_tokens[buffer_row] = self._previous_tokens[buffer_row] = -1
-        self._cross_columns[buffer_row] = 0
+        self.cross_columns[buffer_row] = 0
 
     def erase(self, buffer_row: int, begin: int, length: int) -> None:
         """Zero `length` columns of a buffer row, and its encoder's output."""
         for buffer in self._key_value_buffers:
             buffer[buffer_row, :, begin : begin + length].zero_()
         for buffer in self._cross_buffers:
-            buffer[buffer_row, :, : self._cross_columns[buffer_row]].zero_()
+            buffer[buffer_row, :, : self.cross_columns[buffer_row]].zero_()
 
     def assume_states(self, buffer_row: int, tokens: int) -> None:
         """Take the states of a new row for those after `tokens` tokens. For warmup steps only."""
@@ -398,13 +391,13 @@ class AlignedCache:
             target.copy_(self._scratch_copy(source) if move.source == move.target else source)
         if move.source == move.target:
             return
-        columns = self._cross_columns[move.source]
+        columns = self.cross_columns[move.source]
         for buffer in self._cross_buffers:
             buffer[move.target, :, :columns] = buffer[move.source, :, :columns]
         for pair in self._states:
             for buffer in pair:
                 buffer[move.target] = buffer[move.source]
-        for numbers in (self._current_tokens, self._previous_tokens, self._cross_columns):
+        for numbers in (self._current_tokens, self._previous_tokens, self.cross_columns):
             numbers[move.target] = numbers[move.source]
 
     def _swap(self, one: int, other: int) -> None:
@@ -412,7 +405,7 @@ class AlignedCache:
             copied = self._scratch_copy(buffer[one])
             buffer[one] = buffer[other]
             buffer[other] = copied
-        for numbers in (self._current_tokens, self._previous_tokens, self._cross_columns):
+        for numbers in (self._current_tokens, self._previous_tokens, self.cross_columns):
             numbers[one], numbers[other] = numbers[other], numbers[one]
 
     def _scratch_copy(self, source: torch.Tensor) -> torch.Tensor:
