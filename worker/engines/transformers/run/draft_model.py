@@ -12,17 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import PackedBatch
 from worker.engines.transformers.device.memory import upload
+from worker.engines.transformers.load.lora import LoraStep
 from worker.engines.transformers.run.largest_step import LargestSizes
-from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.run.runner import ForwardPart, PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for, next_key
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import NEWEST, TIMES, accepted, is_worth_reading, undelayed
@@ -30,18 +28,6 @@ from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
 
 # The time for a token is measured in steps that read so many or more. A guess.
 _MANY = 64
-
-
-class _Part(NamedTuple):
-    """Tokens `start` to `end` of one sequence, as attention needs them."""
-
-    start: int
-    end: int
-    table: BlockTable
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(slots=True)
@@ -161,16 +147,17 @@ class DraftModel:
             for segment in (*prompts, *filter(self._reaches, segments))
             if self._pays(segment, saving)
         }
-        parts, tokens, ready = self._unread(batch, wanted)
+        parts, ready = self._unread(batch, wanted)
         found: dict[int, list[int]] = {}
         self.catch_up = 0.0
         if parts:
             if self.on_larger_step is not None and self._is_larger(parts, len(ready)):
                 self.on_larger_step()
             begin = time.monotonic()
-            newest = self._forward(parts, upload(tokens, self._runner.device), list(ready))
-            each = (time.monotonic() - begin) / len(tokens)  # on an accelerator, this is the time of the launch only
-            if len(tokens) >= _MANY:
+            newest = self._next_tokens(parts)
+            tokens = sum(part.length for part in parts)
+            each = (time.monotonic() - begin) / tokens  # on an accelerator, this is the time of the launch only
+            if tokens >= _MANY:
                 self._token_seconds.append(each)
             self.catch_up = each * sum(
                 part.length for place, part in enumerate(parts) if place not in ready or part.length > NEWEST
@@ -179,7 +166,7 @@ class DraftModel:
                 found = self._continue(list(ready.values()), newest)
         return [found.get(segment.sequence.id, []) for segment in segments]
 
-    def _is_larger(self, parts: Sequence[_Part], drafting: int) -> bool:
+    def _is_larger(self, parts: Sequence[ForwardPart], drafting: int) -> bool:
         """Record the steps of a draft for `drafting` sequences. True if one may take more main memory than all before;
         sizes as in `LargestStep`."""
         tokens, context = sum(part.length for part in parts), sum(part.end for part in parts)
@@ -225,13 +212,13 @@ class DraftModel:
                 return index * BLOCK_TOKENS
         return len(table.keys) * BLOCK_TOKENS
 
-    def _unread(self, batch: Batch, wanted: set[int]) -> tuple[list[_Part], list[int], dict[int, Segment]]:
-        """Parts of the sequences in `wanted` to read, their tokens, and by part the segments to draft for after them.
+    def _unread(self, batch: Batch, wanted: set[int]) -> tuple[list[ForwardPart], dict[int, Segment]]:
+        """Parts of the sequences in `wanted` to read, and by part the segments to draft for after them.
 
         Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step. There
         are no drafts before all are read: a trial would measure the drafts of some sequences only.
         """
-        read: list[tuple[_Part, Segment]] = []
+        read: list[tuple[ForwardPart, Segment]] = []
         left, is_behind = self._chunk, False
         for segment in batch:
             sequence = segment.sequence
@@ -247,30 +234,24 @@ class DraftModel:
             left -= count
             until = state.tokens + count
             is_behind = is_behind or (segment.is_decode and until < len(sequence.tokens))
-            read.append((_Part(state.tokens, until, state.table), segment))
+            tokens = [min(token, self._vocab_size - 1) for token in sequence.tokens[state.tokens : until]]
+            read.append((ForwardPart(tokens, state.tokens, int(segment.is_decode), state.table), segment))
             self._forget_keys(state, until)
             state.tokens = until
         read.sort(key=lambda each: each[0].length > 1)  # single tokens attend together if they come first
-        tokens = [token for part, segment in read for token in segment.sequence.tokens[part.start : part.end]]
-        ready = {place: segment for place, (_, segment) in enumerate(read) if segment.is_decode and not is_behind}
-        return [part for part, _ in read], tokens, ready
+        if is_behind:
+            return [part._replace(logits=0) for part, _ in read], {}
+        ready = {place: segment for place, (_, segment) in enumerate(read) if segment.is_decode}
+        return [part for part, _ in read], ready
 
     def _forget_keys(self, state: _DraftState, end: int) -> None:
         """Forget what the blocks contain that are written from the state's end to `end`."""
         for block in state.table.blocks[state.tokens // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]:
             self._keys.pop(block, None)
 
-    def _forward(self, parts: Sequence[_Part], tokens: torch.Tensor, ready: Sequence[int]) -> torch.Tensor:
-        """The likeliest next tokens `[ready]` after the parts whose indices are in `ready`."""
-        device = self._runner.device
-        positions = [position for part in parts for position in range(part.start, part.end)]
-        ends = list(accumulate(part.length for part in parts))
-        logits = self._runner.forward(
-            tokens.clamp(max=self._vocab_size - 1),
-            upload(positions, device),
-            upload([ends[place] - 1 for place in ready] or [0], device),
-            PackedBatch.of(parts, self._runner.pool),
-        )
+    def _next_tokens(self, parts: Sequence[ForwardPart], device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The likeliest next tokens after the parts with logits. `device_tokens`: in place of the parts' own."""
+        logits = self._runner.compute(parts, LoraStep(), device_tokens)
         return logits[:, : self._vocab_size].argmax(-1)
 
     def _continue(self, drafting: list[Segment], newest: torch.Tensor) -> dict[int, list[int]]:
@@ -288,8 +269,8 @@ class DraftModel:
             for row in rows:
                 state = self._states[drafting[row].sequence.id]
                 at = state.tokens + place - 1
-                parts.append(_Part(at, at + 1, state.table))
-            newest = self._forward(parts, newest, range(len(parts)))
+                parts.append(ForwardPart((0,), at, 1, state.table))  # its token is on the device only
+            newest = self._next_tokens(parts, newest)
             steps.append(newest)
         values = iter(torch.cat(steps).tolist())  # the one wait for the device
         found: dict[int, list[int]] = {segment.sequence.id: [] for segment in drafting}

@@ -10,13 +10,13 @@ import torch
 
 from worker.engines.transformers.attention import paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import SDPA, AttentionLayout, PackedBatch, PackedSegment
+from worker.engines.transformers.attention.paged import SDPA, AttentionLayout, PackedBatch
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.architectures import CacheShape
 from worker.engines.transformers.load.layer_split import SplitKvPools
 from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator
-from worker.engines.transformers.schedule.scheduler import Batch
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, BlockTable
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
 
 
 class Runner(Protocol):
@@ -50,13 +50,21 @@ class BlockUpdates(NamedTuple):
     copied: Sequence[tuple[int, int]]
 
 
-class ForwardSegment(PackedSegment, Protocol):
-    """The part of a scheduler segment that a forward needs."""
+class ForwardPart(NamedTuple):
+    """Tokens of one sequence, as a forward needs them. A scheduler's segment has the same and more."""
+
+    tokens: Sequence[int]
+    start: int
+    logits: int  # number of last positions whose logits are needed
+    table: BlockTable
 
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def length(self) -> int:
+        return len(self.tokens)
+
     @property
-    def logits(self) -> int: ...
+    def end(self) -> int:
+        return self.start + self.length
 
 
 class PagedRunner:
@@ -125,7 +133,7 @@ class PagedRunner:
         return self.adapters.plan([(segment.sequence.adapter, segment.length) for segment in batch])
 
     def compute(
-        self, batch: Sequence[ForwardSegment], lora: LoraStep, device_tokens: torch.Tensor | None = None
+        self, batch: Sequence[Segment | ForwardPart], lora: LoraStep, device_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The logits of `run`, after all preparations."""
         tokens: list[int] = []

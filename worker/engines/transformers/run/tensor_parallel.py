@@ -37,7 +37,7 @@ from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
-from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.run.runner import ForwardPart, PagedRunner
 from worker.engines.transformers.schedule import sequence as schedule
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -47,23 +47,6 @@ from worker.protocol.events import Progress
 from worker.protocol.memory import NCCL_BYTES
 
 log = logging.getLogger(__name__)
-
-
-class FollowerSegment(NamedTuple):
-    """Tokens of one sequence, as a forward needs them."""
-
-    tokens: Sequence[int]
-    start: int
-    logits: int  # number of last positions whose logits are needed
-    table: BlockTable  # its runs only
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 class FollowerRow(NamedTuple):
@@ -170,10 +153,11 @@ class PagedLeader(PagedRunner):
         with self.leader.step():
             return self.compute(batch, lora)
 
-    def _for_followers(self, segment: Segment) -> FollowerSegment:
+    def _for_followers(self, segment: Segment) -> ForwardPart:
         assert segment.table is not None, "this cache has blocks"
         logits = segment.logits if self._divides_head else 0
-        return FollowerSegment(segment.tokens, segment.start, logits, BlockTable(runs=segment.table.runs))
+        # Of a table, followers read the runs only.
+        return ForwardPart(segment.tokens, segment.start, logits, BlockTable(runs=segment.table.runs))
 
 
 class AlignedLeader(AlignedRunner):
