@@ -9,13 +9,14 @@ from tests.worker.loaded import work_of
 from tests.worker.scheduled import FixedLength
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import DraftLength
 
 ALWAYS = FixedLength(4)
 
 
-class Oracle:
+class Oracle(DraftModel):
     """Drafts whose tokens are those of known texts with a probability of `quality`, and random otherwise."""
 
     def __init__(self, quality: float, texts: Sequence[Sequence[int]] = ()):

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.requests import RequestChoice
+from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.schedule.speculation import DraftLength
@@ -18,35 +18,14 @@ log = logging.getLogger(__name__)
 _PENALTIES = 4096
 
 
-class BatchDrafter(Protocol):
-    """Drafts for several sequences at once: a draft model."""
-
-    catch_up: float  # seconds that the last call of `draft` took for more than the newest tokens, as those of prompts
-    on_larger_step: Callable[[], None] | None  # called before a step of its own that is larger than all before
-
-    @property
-    def is_settled(self) -> bool:
-        """True if `reorder` has nothing left to do."""
-
-    def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
-        """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it.
-
-        saving: seconds that drafts save for each token of a sequence. Where reading what was generated without the
-        draft model would take longer than drafts save, there is no draft.
-        """
-
-    def reorder(self, seconds: float) -> None:
-        """Spend up to `seconds` on weight layouts that make later steps faster."""
-
-
 class Drafter:
     """Speculative decoding of one model: puts drafts into batches, and learns which length pays."""
 
-    def __init__(self, length: DraftLength, model: BatchDrafter | None = None):
+    def __init__(self, length: DraftLength, model: DraftModel | None = None):
         """`model` drafts for sequences in whose text nothing was found."""
         self.length, self._model = length, model
         self._catch_up = 0.0  # seconds that the draft model took for more than the newest tokens in the last step
-        self._rows, self._saving = 0, 0.0  # of the next step: running sequences, and as in `BatchDrafter.draft`
+        self._rows, self._saving = 0, 0.0  # of the next step: running sequences, and as in `DraftModel.draft`
         self.drafted = self.accepted = 0  # tokens since the start
         self.drafts = 0  # since the start
         self.accepted_at: list[int] = []  # accepted tokens by position in their draft
@@ -99,7 +78,7 @@ class Drafter:
         them when it drafts, where the time is charged to the trial."""
         return self._model is not None and self._saving > 0.0 and not all(segment.is_decode for segment in batch)
 
-    def _from_model(self, model: BatchDrafter, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
+    def _from_model(self, model: DraftModel, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
         """The drafts of `model` by sequence id. Empty if it fails: an answer does not need its drafts."""
         try:
             found = model.draft(batch, segments, self._saving)
@@ -116,7 +95,7 @@ class Drafter:
         return {segment.sequence.id: tokens for segment, tokens in zip(segments, found, strict=True)}
 
     def reorder(self, seconds: float) -> None:
-        """See `BatchDrafter`."""
+        """Spend up to `seconds` on weight layouts that make later steps faster."""
         if self._model is not None:
             self._model.reorder(seconds)
 

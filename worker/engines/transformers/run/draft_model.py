@@ -84,7 +84,7 @@ class RowTables:
 
 
 class DraftModel:
-    """Implements `loop.drafting.BatchDrafter` for a target on the same device."""
+    """Drafts for the sequences of a target on the same device."""
 
     def __init__(
         self,
@@ -104,8 +104,9 @@ class DraftModel:
         self._runner, self._tables = runner, tables
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
-        self.catch_up = 0.0  # as in `BatchDrafter`
-        self.on_larger_step: Callable[[], None] | None = None  # as in `BatchDrafter`
+        # Seconds that the last call of `draft` took for more than the newest tokens, as those of prompts.
+        self.catch_up = 0.0
+        self.on_larger_step: Callable[[], None] | None = None  # called before a step that is larger than all before
         self._largest = LargestSizes()
         self._token_seconds: deque[float] = deque(maxlen=TIMES)  # for each token, in steps that read many
         self._states: dict[int, _DraftState] = {}  # by sequence id
@@ -118,7 +119,7 @@ class DraftModel:
 
     @property
     def is_settled(self) -> bool:
-        """See `BatchDrafter`."""
+        """True if `reorder` has nothing left to do."""
         return self._linears is None or self._linears.are_settled
 
     def reorder(self, seconds: float) -> None:
@@ -128,7 +129,11 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(self, batch: Batch, segments: Sequence[Segment], saving: float) -> Sequence[Sequence[int]]:
-        """See `BatchDrafter`."""
+        """The drafts of decoding segments of `batch`, of up to `draft_room` tokens each. Also reads the prompts in it.
+
+        saving: seconds that drafts save for each token of a sequence. Where reading what was generated without the
+        draft model would take longer than drafts save, there is no draft.
+        """
         try:
             return self._draft(batch, segments, saving)
         except Exception:
