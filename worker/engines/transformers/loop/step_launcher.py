@@ -11,13 +11,7 @@ import torch
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.active_choices import ActiveChoices
-from worker.engines.transformers.run.in_flight_step import (
-    InFlightStep,
-    LaunchedForward,
-    PendingMasks,
-    launch,
-    launch_forward,
-)
+from worker.engines.transformers.run.in_flight_step import InFlightStep, LaunchedForward, PendingMasks, launch
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.schedule.scheduler import Batch
@@ -62,11 +56,7 @@ class StepLauncher:
         try:
             (in_front,) = step.forwards
             device_tokens = in_front.device_tokens(batch)
-            forward = (
-                launch_forward(self._runner, parts, device_tokens)
-                if waits
-                else launch(self._runner, self._grammars, parts, device_tokens)
-            )
+            forward = launch(self._runner, self._grammars, parts, device_tokens, samples=not waits)
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise

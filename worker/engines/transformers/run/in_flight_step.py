@@ -261,23 +261,20 @@ def launch(
     grammars: Grammars | None,
     parts: Sequence[SegmentChoosers],
     device_tokens: torch.Tensor | None = None,
+    *,
+    samples: bool = True,
 ) -> LaunchedForward:
-    """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
+    """Launch the forward of `parts`, and with `samples` their sampling. `device_tokens`: the inputs of a step that is
+    launched ahead."""
     # The masks are started before the forward: both are computed at the same time.
-    pending_masks = PendingMasks(
-        grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers)
-    )
-    forward = launch_forward(runner, parts, device_tokens)
-    forward.sample(pending_masks)
-    return forward
-
-
-def launch_forward(
-    runner: Runner, parts: Sequence[SegmentChoosers], device_tokens: torch.Tensor | None = None
-) -> LaunchedForward:
-    """Launch the forward of `parts` without sampling."""
+    choosers = ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers)
+    pending_masks = PendingMasks(grammars, choosers) if samples else None
     batch = tuple(part.segment for part in parts)
-    return LaunchedForward(parts, runner.run(batch) if device_tokens is None else runner.run(batch, device_tokens))
+    logits = runner.run(batch) if device_tokens is None else runner.run(batch, device_tokens)
+    forward = LaunchedForward(parts, logits)
+    if pending_masks is not None:
+        forward.sample(pending_masks)
+    return forward
 
 
 def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
