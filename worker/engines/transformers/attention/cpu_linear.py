@@ -258,7 +258,8 @@ class CpuLinears:
         self._all: list[_Linear] = []
         self._pending: list[_Linear] = []
         self._small_batches = SmallBatchSizes()
-        users = Counter(_addresses(model))
+        # Shared parameters occur more than once.
+        users = Counter(_address(own) for module in model.modules() for own in module.parameters(recurse=False))
         for module, weight in _candidates(model, least_bytes):
             is_transposed = type(module) is Conv1D  # [inputs, outputs]
             bias = cast(torch.Tensor | None, module.bias)
@@ -360,11 +361,6 @@ def uses_weight_directly(module: str, name: str) -> bool:
     except (OSError, TypeError, KeyError):
         return True
     return bool(re.search(rf"(?<!\bmodule)\.{name}\.weight\b(?!\.dtype|\.device|, torch\.Tensor)", source))
-
-
-def _addresses(model: nn.Module) -> Iterable[tuple[int, int]]:
-    """Storage address of each parameter of each module. Shared parameters occur more than once."""
-    return (_address(own) for module in model.modules() for own in module.parameters(recurse=False))
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
