@@ -110,30 +110,23 @@ class ForkServerProcess:
             pipes = Pipes()
         except OSError as error:
             raise ForkFailed(error.strerror) from None
-        try:
-            pid = await self._fork(pipes, ForkSpec(argv=list(argv), env=dict(env)))
-            try:
-                return Child(pid, pipes, name, log, self._reap, forked=True)
-            except OSError as error:
-                self._send(Reap(pid=pid))  # closing the pipes ends its stdin, and so the worker
-                raise ForkFailed(error.strerror) from None
-        except ForkFailed:
-            pipes.close()
-            raise
-
-    async def _fork(self, pipes: Pipes, spec: ForkSpec) -> int:
-        """The process id of a new child with the other ends of `pipes`. Raises ForkFailed."""
         self._last_id += 1
-        id, reply = self._last_id, self._loop.create_future()
+        id, pid, reply = self._last_id, 0, self._loop.create_future()
         try:
-            self._send_fork(id, pipes, spec)
+            self._send_fork(id, pipes, ForkSpec(argv=list(argv), env=dict(env)))
             pipes.close_child_ends()
             self._forks[id] = reply
             self._expect_reply()
-            pid: int = await reply
-            return pid
+            pid = await reply
+            return Child(pid, pipes, name, log, self._reap, forked=True)
         except OSError as error:
+            if pid:
+                self._send(Reap(pid=pid))  # closing the pipes ends its stdin, and so the worker
+            pipes.close()
             raise ForkFailed(error.strerror or type(error).__name__) from None
+        except ForkFailed:
+            pipes.close()
+            raise
         finally:
             self._forks.pop(id, None)
 
