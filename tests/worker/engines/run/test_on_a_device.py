@@ -97,6 +97,20 @@ async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_not
     assert bool(watch.waits) == bool(expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed, and aligned
+async def test_the_host_waits_for_each_step_also_without_results(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the prefill budget would learn how long it takes to launch a chunk of a prompt."""
+    waited: list[object] = []
+    with made(name, tmp_path) as (runner, capacity, _):
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event))
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 45)), most=1)  # in three chunks
+        drive.to_the_end()
+    assert len(waited) == 3
+
+
 @pytest.mark.parametrize("name", every(("llama", "mamba")))  # packed, and aligned
 async def test_no_kind_of_sampling_waits(name: str, tmp_path: Path) -> None:
     with made(name, tmp_path) as (runner, capacity, watch):

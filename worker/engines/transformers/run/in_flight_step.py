@@ -1,7 +1,7 @@
 """Steps between their launch and their results.
 
 Launching passes all kernels of a step to the device, sampling and the copy to the host included, and waits for nothing.
-Reading the results waits for the copy. In between, the next step can be launched: its input tokens stay on the device
+Reading the results waits for the device. In between, the next step can be launched: its input tokens stay on the device
 (`LaunchedForward.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
 the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.sample`).
 
@@ -189,7 +189,7 @@ class LaunchedForward:
             used = logits if is_whole else logits[upload(rows, logits.device)]
             self._drawn = draw(used, samplings, masks, self._to_host)
         pending_masks.drop_drafts()
-        self._to_host.send()
+        self._to_host.send(logits.device)
         self._logits = None  # sampling overwrites them, and the device may reuse their memory
 
     def wait(self) -> None:

@@ -25,25 +25,29 @@ class DeviceToHost:
         self._ends.append(self._ends[-1] + numbers.numel())
         return len(self._parts) - 1
 
-    def send(self) -> None:
-        """Start the copy without waiting."""
-        if not self._parts:
-            return
-        sent = torch.cat(self._parts)
-        self._parts.clear()
-        if sent.is_cuda:
-            host = torch.empty(len(sent), dtype=sent.dtype, pin_memory=True)
-            host.copy_(sent, non_blocking=True)
-            self._arrival, sent = _event(sent.device), host
-        self._sent = sent
+    def send(self, device: torch.device) -> None:
+        """Start the copy from `device` without waiting."""
+        if self._parts:
+            sent = torch.cat(self._parts)
+            self._parts.clear()
+            if sent.is_cuda:
+                host = torch.empty(len(sent), dtype=sent.dtype, pin_memory=True)
+                host.copy_(sent, non_blocking=True)
+                sent = host
+            self._sent = sent
+        if device.type == "cuda":
+            self._arrival = _event(device)
 
     def wait(self) -> None:
-        """Wait for the copy: the only place where a step waits for the device. Further calls return at once."""
-        if self._sent is None:
-            return
+        """Wait for the copy: the only place where a step waits for the device. Further calls return at once.
+
+        A step without results is waited for, too: its time teaches the prefill budget.
+        """
         if self._arrival is not None:
             self._arrival()
-        self._numbers, self._sent = self._sent.tolist(), None
+            self._arrival = None
+        if self._sent is not None:
+            self._numbers, self._sent = self._sent.tolist(), None
 
     def __getitem__(self, place: int) -> list[float]:
         return self._numbers[self._ends[place] : self._ends[place + 1]]

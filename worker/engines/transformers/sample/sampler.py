@@ -159,7 +159,7 @@ def sample(logits: torch.Tensor, picks: Sequence[RowSampling], masks: TokenMasks
     """
     to_host = DeviceToHost()
     drawn = draw(logits, picks, masks, to_host)
-    to_host.send()
+    to_host.send(logits.device)
     to_host.wait()
     return drawn.read()
 
@@ -195,7 +195,7 @@ def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[L
     """As `gather_likelihoods`, but waits for the result."""
     to_host = DeviceToHost()
     found = gather_likelihoods(logits, tokens, top, to_host)
-    to_host.send()
+    to_host.send(logits.device)
     to_host.wait()
     return found.read()
 
