@@ -395,13 +395,13 @@ def test_check_reads_the_very_command_line_that_would_serve(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_several_names_of_vllm_are_names_of_one_model(capsys: pytest.CaptureFixture[str], *, before: bool) -> None:
+def test_several_names_of_vllm_are_names_of_one_model(run: Run, *, before: bool) -> None:
     names = ["--served-model-name", "a", "b", "c"]
     words = [*names, "--port", "1", "-m", "org/x"] if before else ["org/x", *names]
-    code, out, _ = run(capsys, "check", *words, "--effective")
+    code, out, _ = run("check", *words, "--effective")
     assert (code, out.splitlines()[-1]) == (0, "1 model, no fault: a")
     assert re.search("^alias += b,c,org/x ", out, re.MULTILINE)
-    code, out, _ = run(capsys, "check", "--served-model-name", "a", "b", "org/x", "org/y")
+    code, out, _ = run("check", "--served-model-name", "a", "b", "org/x", "org/y")
     assert (code, out.splitlines()[0][:50]) == (1, "--served-model-name: is for one model, and 2 are n")
 
 
