@@ -19,7 +19,7 @@ from router.api.call import ApiCall, ApiResult, JsonReply, flag, number
 from router.api.status import wall_clock
 from router.config import ini, serving_properties
 from router.config.api_keys import ApiKey
-from router.config.presets import Preset, hub_name, repository
+from router.config.presets import REPO, Preset, hub_name, repository
 from router.config.resolve import REGISTERED
 from router.config.settings import Settings
 from router.errors import ApiError, BadRequest, DoesNotFit, Draining, ModelNotFound, PresetInvalid
@@ -252,7 +252,7 @@ def allowed_folder(path: str, settings: Settings, param: str, *further: str) -> 
 def hub_source(text: str, param: str, kind: str) -> tuple[str, str]:
     """The repository and the revision on the hub that a parameter names. Raises BadRequest."""
     try:
-        return repository(hub_name(text))
+        return repository(hub_name(text), REPO)
     except ValueError as error:
         message = f"{param}: {error}; name {kind} of the hub as org/name[:revision], or a folder"
         raise BadRequest(message, param=param) from None

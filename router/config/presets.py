@@ -589,9 +589,9 @@ def hub_name(text: str) -> str:
     return text[address.end() :] if address else text
 
 
-def repository(text: str) -> tuple[str, str]:
+def repository(text: str, form: re.Pattern[str] = MODEL_REPO) -> tuple[str, str]:
     """Parse `org/name[:revision]` into (`org/name`, revision), or `gpt2`. Raises ValueError with the way out."""
-    match = MODEL_REPO.fullmatch(text)
+    match = form.fullmatch(text)
     if match is None or ".." in text or "//" in text:
         raise ValueError(f"{shown(text)} is not org/name or org/name:revision")
     if match[1].lower().endswith("-gguf") or (match[2] and _QUANTISATION.fullmatch(match[2])):
