@@ -226,9 +226,13 @@ class ServedModel:
         return len(encoding)
 
     def _add_tokens(self, total: int, rows: Sequence[Sequence[int]], limit: TextLimit) -> int:
-        """Return `total` and the tokens of `rows`. Raise InvalidValue if that is too much for one request."""
+        """Return `total` and the tokens of `rows`. Raise InvalidValue if that is too much for one request, and
+        ContextExceeded if a single one of them is too long."""
         total += sum(map(len, rows))
         if total > max(MAX_REQUEST_TOKENS, COUNTED_CONTEXTS * self.engine.ctx_size):
+            longest = max(map(len, rows))
+            if longest > limit.tokens and not limit.keep:
+                raise limit.error(longest)
             raise InvalidValue(
                 f"{limit.param} has more than {MAX_REQUEST_TOKENS} tokens in all; send its texts in several requests",
                 param=limit.param,

@@ -23,7 +23,7 @@ from worker.api.responses import responses
 from worker.api.served_model import ServedModel
 from worker.api.tokens import detokenize
 from worker.engines.transformers.load import lora
-from worker.errors import InvalidValue, RequestError
+from worker.errors import ContextExceeded, InvalidValue, RequestError
 from worker.prompt.chat_template import Conversation
 from worker.prompt.text_limits import TextLimit
 from worker.server.bodies import LARGE, LargeBodies
@@ -139,6 +139,12 @@ async def test_all_texts_of_a_request_have_a_bound_together() -> None:
     limit = TextLimit(4096, "input")
     with pytest.raises(InvalidValue, match="input has more than 1048576 tokens in all; send its texts in several"):
         await made.encode(["a b c d " * 500] * 1000, limit)
+
+
+async def test_one_text_beyond_that_bound_is_too_long() -> None:
+    text = "a " * 1_100_000
+    with pytest.raises(ContextExceeded, match="prompt is too long"):
+        await model().encode([text], TextLimit(400_000, "prompt"))
 
 
 async def passes_of_the_loop(work: Coroutine[Any, Any, Any]) -> int:
