@@ -301,6 +301,8 @@ class AnthropicWriter(ReplyWriter):
     def __init__(self, id: str, chat: ParsedCompletion):
         self._parser = AnswerParser(chat.parse_options)
         self._totals = UsageTotals(chat.generations)
+        [generation] = chat.generations
+        self._max_tokens = generation.max_tokens or 0
         self._head: Json = {"id": id, "type": "message", "role": "assistant", "model": chat.common.model}
         self._content: list[Json] = []
         self._has_started = False
@@ -369,7 +371,10 @@ class AnthropicWriter(ReplyWriter):
 
     def _end(self, delta: Delta) -> Json:
         """Return the stop reason."""
-        reason = "max_tokens" if delta.finish == "length" else "end_turn"
+        reason = "end_turn"
+        if delta.finish == "length":
+            is_full = self._totals.usage()["completion_tokens"] < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         if delta.stop is not None:
             reason = "stop_sequence"
         elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._content):

@@ -46,6 +46,12 @@ async def test_the_stop_reason_is_reported() -> None:
         assert (short.stop_reason, short.stop_sequence, short.usage.output_tokens) == ("max_tokens", None, 3)
         stopped = await client.messages.create(**HI, stop_sequences=["fox"])
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "fox")
+        long: Any = {**HI, "messages": [{"role": "user", "content": "long"}], "max_tokens": 1000}
+        full = await client.messages.create(**long)
+        assert full.stop_reason == "model_context_window_exceeded"
+        assert full.usage.output_tokens < 1000
+        async with client.messages.stream(**long) as stream:
+            assert (await stream.get_final_message()).stop_reason == full.stop_reason
 
 
 @pytest.mark.parametrize("said", ANSWERS)

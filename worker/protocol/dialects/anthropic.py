@@ -102,7 +102,9 @@ COMPONENTS: Mapping[str, Schema] = {
             "role": s.const("assistant"),
             "model": s.TEXT,
             "content": s.several(_ANSWER_BLOCK),
-            "stop_reason": s.or_null(s.enum("end_turn", "max_tokens", "stop_sequence", "tool_use")),
+            "stop_reason": s.or_null(
+                s.enum("end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use")
+            ),
             "stop_sequence": s.or_null(s.TEXT),
             "stop_details": s.NULL,
             "usage": s.ref("AnthropicUsage"),
