@@ -258,7 +258,10 @@ def not_found(path: str) -> str:
     """The 404 message for `path` (printable, without the prefix), with the nearest known route as a suggestion."""
     if len(path) > MAX_SUGGESTED:
         return "File Not Found"
-    near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
+    # Some clients add a prefix: /openai/v1/models. /completion is not meant by /v1/chat/completion.
+    near = max((known for known in _PATHS if known.count("/") > 1 and path.endswith(known)), key=len, default="")
+    if not near:
+        near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
     if not near and path[1:]:
         near = next((known for known in _PATHS if known.endswith(path)), "")  # /load for /models/load
     hint = f"did you mean {near}?" if near else "GET /openapi.json lists what is"

@@ -189,7 +189,8 @@ async def test_paths_encodings_and_sizes(shared: Router) -> None:
     assert error_of(response) == (404, "not_found")
     told = "File Not Found: /v1/nothing is no path of this server; GET /openapi.json lists what is"
     assert response.json()["error"]["message"] == told
-    for mistaken in ("/v1/chat/completion", "/v1/v1/chat/completions"):
+    prefixed = ("/v1/v1", "/openai/v1", "/v1/openai/v1", "/engines/v1", "/some/other/place/v1")
+    for mistaken in ("/v1/chat/completion", *(f"{prefix}/chat/completions" for prefix in prefixed)):
         response = await client.post(mistaken, json={})
         assert response.json()["error"]["message"].endswith("did you mean /v1/chat/completions?")
     for method in ("GET", "POST"):
