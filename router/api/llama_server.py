@@ -216,7 +216,7 @@ async def metrics(call: ApiCall) -> ApiResult:
     if name:
         listed = call.registry.model(call.key, name)
         ids = listed.id, listed.model.preset.id
-    rendered, only = call.services.metrics.render(*ids), call.registry.only_model(call.key)
+    rendered, only = await call.services.metrics.rendered(*ids), call.registry.only_model(call.key)
     if only is not None and not name:
         rendered += call.services.metrics.llama_server(only.model.preset.id)
     return web.Response(body=rendered, headers={"Content-Type": call.services.metrics.content_type})

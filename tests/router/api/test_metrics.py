@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -391,3 +392,19 @@ async def test_the_lag_of_the_event_loop_is_measured() -> None:
     assert found["router_loop_lag_seconds_count"] == 3.0
     assert found["router_loop_lag_seconds_sum"] == pytest.approx(0.0)
     watching.cancel()
+
+
+async def test_the_event_loop_goes_on_while_a_scrape_is_rendered() -> None:
+    _, metrics = made("a")
+    has_gone_on = threading.Event()
+
+    class Slow(str):
+        def replace(self, *old_and_new: Any) -> str:
+            assert has_gone_on.wait(60), "the event loop waits for the text"
+            return super().replace(*old_and_new)
+
+    metrics.requests.add(Slow("a"), "chat", "200")
+    rendering = asyncio.create_task(metrics.rendered("a"))
+    await asyncio.sleep(0)  # it has begun
+    has_gone_on.set()
+    assert await rendering == metrics.render("a")
