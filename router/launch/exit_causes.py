@@ -28,6 +28,11 @@ _MEANINGS: Mapping[int, str] = {
 }
 # errno values of exec(2) that mean a wrong `python` in the preset, and not a lack of resources.
 _NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
+# The way out where a limit prevents the start of a process, by errno.
+_LIMITS = {
+    errno.EMFILE: "raise `ulimit -n`, or LimitNOFILE= of a systemd unit",
+    errno.EAGAIN: "raise `ulimit -u`, or TasksMax= of a systemd unit",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ def lost_at_spawn(program: Program, verb: Verb, executable: str, error: OSError)
     if error.errno in _NOT_A_PROGRAM:
         message = f"{program.model}: cannot run {executable} ({reason}); correct `python` in its preset"
         return WorkerLost(message, cause=cause, exit=Exit.USAGE)
-    return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
+    remedy = f"; {_LIMITS[error.errno]}" if error.errno in _LIMITS else ""
+    return WorkerLost(f"{program.model}: cannot start a process ({reason}){remedy}", cause=cause)
 
 
 def describe_exit(code: int, last_message: str, *, oom_killed: bool) -> str:

@@ -1,6 +1,7 @@
 """The launcher of this machine with real processes: each block ends, and nothing is left of its worker."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from router.launch.exit_causes import lost_by_exit
+from router.launch.exit_causes import lost_at_spawn, lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
 from router.launch.process import UNKNOWN_EXIT, started_pids
@@ -231,6 +232,14 @@ async def test_a_failed_start_gives_the_reason(
 async def test_without_a_cause_the_last_log_lines_are_reported(launcher: LocalLauncher) -> None:
     lost = await lost_at_start(launcher, fake_program("dies-at-start"))
     assert lost.message == "dies-at-start: the worker ended with exit code 1: fake: told to die at start"
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.EAGAIN, "TasksMax=")])
+def test_a_process_that_a_limit_prevents_is_lost_with_the_name_of_the_limit(number: int, remedy: str) -> None:
+    lost = lost_at_spawn(fake_program("m"), "serve", "python", OSError(number, os.strerror(number)))
+    assert lost.message.startswith(f"m: cannot start a process ({os.strerror(number)})")
+    assert remedy in lost.message
+    assert not lost.final
 
 
 @EXECUTED
