@@ -37,6 +37,7 @@ from worker.engines.transformers.attention.dense import cpu_flash_attention, eag
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
+from worker.engines.transformers.schedule.scheduler import ForwardPart, Segment
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 # Calls of a step that is not a recorded graph, above which one launch of the Triton kernel takes less time: each call
@@ -53,19 +54,6 @@ class _PrefillPart:
     count: int
     start: int  # position in the sequence
     table: BlockTable
-
-
-class PackedSegment(Protocol):
-    """The part of a scheduler segment that attention needs."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def table(self) -> BlockTable | None: ...
 
 
 class LayerAttention(NamedTuple):
@@ -105,7 +93,7 @@ class PackedBatch:
     tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, batch: Sequence["PackedSegment"], pool: KvPool) -> "PackedBatch":
+    def of(cls, batch: Sequence[Segment | ForwardPart], pool: KvPool) -> "PackedBatch":
         """Pack `batch`. Segments of one token that come first are decodes."""
         positions: list[int] = []
         for segment in batch:
@@ -296,7 +284,7 @@ class PackedBatch:
         return first, self.masks[key]
 
 
-def _table(segment: PackedSegment) -> BlockTable:
+def _table(segment: Segment | ForwardPart) -> BlockTable:
     assert segment.table is not None, "the packed batch needs a cache with blocks"
     return segment.table
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch, PackedSegment
+from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch
 from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import encodes
+from worker.engines.transformers.schedule.scheduler import ForwardPart, Segment
 from worker.errors import StartError
 from worker.protocol.argv import DTYPES, ModelOptions
 from worker.protocol.events import Exit
@@ -313,7 +314,7 @@ class SplitKvPools:
     def bytes_on(self, device: torch.device) -> int:
         return sum(pool.bytes_on(device) for pool in self.pools)
 
-    def lay_out(self, batch: Sequence[PackedSegment]) -> "SplitPackedBatch":
+    def lay_out(self, batch: Sequence[Segment | ForwardPart]) -> "SplitPackedBatch":
         return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._layer_places)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -20,9 +20,9 @@ from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.lora import LoraStep
 from worker.engines.transformers.run.largest_step import LargestSizes
-from worker.engines.transformers.run.runner import ForwardPart, PagedRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for, next_key
-from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.scheduler import Batch, ForwardPart, Segment
 from worker.engines.transformers.schedule.speculation import NEWEST, TIMES, accepted, is_worth_reading, undelayed
 from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
 

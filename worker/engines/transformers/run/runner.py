@@ -15,8 +15,8 @@ from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.architectures import CacheShape
 from worker.engines.transformers.load.layer_split import SplitKvPools
 from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, BlockTable
-from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator
+from worker.engines.transformers.schedule.scheduler import Batch, ForwardPart, Segment
 
 
 class Runner(Protocol):
@@ -48,23 +48,6 @@ class BlockUpdates(NamedTuple):
 
     erased: Sequence[int]
     copied: Sequence[tuple[int, int]]
-
-
-class ForwardPart(NamedTuple):
-    """Tokens of one sequence, as a forward needs them. A scheduler's segment has the same and more."""
-
-    tokens: Sequence[int]
-    start: int
-    logits: int  # number of last positions whose logits are needed
-    table: BlockTable
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 class PagedRunner:

@@ -37,10 +37,10 @@ from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
-from worker.engines.transformers.run.runner import ForwardPart, PagedRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule import sequence as schedule
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
-from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.scheduler import Batch, ForwardPart, Segment
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
 from worker.protocol.events import Progress

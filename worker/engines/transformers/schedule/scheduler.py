@@ -7,7 +7,9 @@ delayed. Prompts share a token budget, so a long prompt does not stall streams t
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.lora_slots import LoraSlots
@@ -63,6 +65,23 @@ class Segment:
         return prompt_images is not None and any(
             image.begin < self.end and self.start < image.end for image in prompt_images.images
         )
+
+
+class ForwardPart(NamedTuple):
+    """Tokens of one sequence, as a forward needs them. A segment has the same and more."""
+
+    tokens: Tokens[int]
+    start: int
+    logits: int  # number of last positions whose logits are needed
+    table: BlockTable
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 Batch = tuple[Segment, ...]
