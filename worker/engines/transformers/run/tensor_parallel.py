@@ -41,7 +41,7 @@ from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule import sequence as schedule
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, ForwardPart, Segment
-from worker.errors import RankLost, StartError, WorkerError
+from worker.errors import RankLost, StartError
 from worker.protocol.argv import Serve
 from worker.protocol.events import Progress
 from worker.protocol.memory import NCCL_BYTES
@@ -90,7 +90,7 @@ class Leader:
 
     def __init__(self, ranks: RankProcesses, group: ProcessGroup, device: torch.device):
         self._ranks, self._group, self._device = ranks, group, device
-        self.count, self.send = ranks.count, ranks.send
+        self.count, self.send, self.on_lost = ranks.count, ranks.send, ranks.on_lost
 
     @contextmanager
     def step(self, *, loads: bool = False) -> Iterator[None]:
@@ -121,10 +121,6 @@ class Leader:
             found[str(self._device)] += NCCL_BYTES
             found |= {f"cuda:{rank}": size for rank, size in enumerate(self._ranks.figures(DEVICE_BYTES), start=1)}
         return found
-
-    def on_lost(self, callback: Callable[[WorkerError], None]) -> None:
-        """Call `callback` once, on some thread, if a rank is lost."""
-        self._ranks.on_lost(callback)
 
     def end(self) -> None:
         """End all followers, and wait for them."""
