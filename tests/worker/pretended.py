@@ -75,7 +75,8 @@ def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if func in _SIZED_BY_NUMBERS:
         return True
     if func in _BY_INDEX:  # by a mask, or by numbers that are not on the device yet
-        return any(each is not None and (not each.is_cuda or each.dtype == torch.bool) for each in args[1])
+        indices = [each for each in args[1] if each is not None]
+        return any(each.device != args[0].device or each.dtype == torch.bool for each in indices)
     if func is _aten.copy_.default:
         ends = {args[0].device.type, args[1].device.type}
         return len(ends) > 1 and args[1].ndim > 0 and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -205,8 +206,8 @@ def accelerator() -> Iterator[Watch]:
             setattr(torch.cuda, name, own)
 
 
-def moved(model: Any) -> Any:
-    """`model` with all parameters and buffers on the device, each moved once."""
+def moved(model: Any, device: torch.device = CUDA) -> Any:
+    """`model` with all parameters and buffers on `device`, each moved once."""
     there: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -214,7 +215,7 @@ def moved(model: Any) -> Any:
                 if tensor is None:
                     continue
                 if id(tensor) not in there:
-                    sent = tensor.detach().to(CUDA, non_blocking=True)
+                    sent = tensor.detach().to(device, non_blocking=True)
                     is_weight = isinstance(tensor, torch.nn.Parameter)
                     there[id(tensor)] = torch.nn.Parameter(sent, requires_grad=False) if is_weight else sent
                 tensors[name] = there[id(tensor)]

@@ -21,7 +21,7 @@ from tests.worker.stepped import Drive
 from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import paged, paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.load import snapshot
+from worker.engines.transformers.load import layer_split, snapshot
 from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
@@ -43,6 +43,7 @@ pytestmark = pytest.mark.skipif(
 CTX = 128
 FAST = ("llama", "gemma2", "mamba")  # one family of each kind. The others are in the slow tier.
 ANSWER = 2
+DEVICES = CUDA, torch.device("cuda:1")
 # Families whose own code waits for the device in a step, and the place. They are not recorded as graphs.
 WAITING = {
     "dbrx": "nonzero",  # the experts that were chosen
@@ -57,9 +58,9 @@ WAITING = {
 
 @contextmanager
 def made(
-    name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
+    name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, split: LayerSplit | None = None, **changes: Any
 ) -> Iterator[tuple[PagedRunner | AlignedRunner, RowAllocator, Watch]]:
-    """A model of a family on the device, with its cache."""
+    """A model of a family on the device, or on those of `split`, with its cache."""
     family, overrides = FAMILIES[name]
     snapshot_folder = tiny.make(family, folder, **(overrides | SHALLOW.get(name, {})))
     asked = options(snapshot_folder, ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
@@ -69,7 +70,11 @@ def made(
         model = meta_model.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)
         if (implementation := backends.implementation(asked, config)) is not None:
             model.set_attn_implementation(implementation)
-        runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
+        for path, device in {"": CUDA}.items() if split is None else layer_split.device_map(model, split).items():
+            moved(model.get_submodule(path), device)
+        if split is not None:
+            layer_split.place(model, split)
+        runner, capacity = backends.make_runner(model, config, asked, CTX, CUDA, caches=True, split=split)
         watch.waits.clear()
         yield runner, capacity, watch
 
@@ -95,6 +100,18 @@ async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_not
     expected = WAITING.get(name, "")
     assert [each for each in watch.waits if not expected or expected not in each] == []
     assert bool(watch.waits) == bool(expected)
+
+
+@pytest.mark.parametrize("name", every(("llama", "gemma2", "mamba", "qwen3_moe")))
+async def test_a_model_on_two_devices_moves_what_must_move_and_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, split=LayerSplit(DEVICES, (1, 1))) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER, sampling=SamplingParams(temperature=0.7, logprobs=2))
+        drive.ask(1, most=ANSWER)
+        drive.to_the_end()
+        assert await drive.collected(0) == [*[TOLD] * ANSWER, "length"]
+        assert all(runner.bytes_on(device) for device in DEVICES)
+    assert watch.waits == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed, and aligned
@@ -208,17 +225,16 @@ def test_the_decode_kernel_is_tried_on_each_device_of_a_split_model(
     tried: list[torch.device] = []
     monkeypatch.setattr(paged_kernel, "missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "synchronize", tried.append)
-    devices = CUDA, torch.device("cuda:1")
     with made("llama", tmp_path) as (runner, capacity, _):
         assert isinstance(runner, PagedRunner)
         assert isinstance(capacity, BlockAllocator)
         pools = [
             KvPool(layers=1, kv_heads=2, head_dim=16, rows=4, blocks=4, dtype=torch.bfloat16, device=device)
-            for device in devices
+            for device in DEVICES
         ]
-        split = SplitKvPools(pools, LayerSplit(devices, (1, 1)))
+        split = SplitKvPools(pools, LayerSplit(DEVICES, (1, 1)))
         PagedRunner(runner._model, split, capacity, CUDA).try_decode_kernel()
-    assert tried == list(devices)
+    assert tried == list(DEVICES)
 
 
 def test_the_decode_kernel_is_tried_for_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
