@@ -48,6 +48,7 @@ async def answers(folder: Path, device: str, wanted: list[GenerationRequest], **
         ("gemma2", {}),
         ("gpt_oss", {}),
         ("deepseek_v2", {}),
+        ("deepseek_v32", {}),
         ("mamba", {}),
         ("falcon_h1", {}),
         ("t5", {}),
