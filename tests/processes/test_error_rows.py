@@ -44,6 +44,8 @@ ANTHROPIC: dict[int, type[Exception]] = {
     429: anthropic.RateLimitError,
     **dict.fromkeys((500, 501, 502, 503, 504, 507), anthropic.APIStatusError),
 }
+ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 504: "timeout_error"}
+"""By status; the rest below 500 have the type of their row."""
 TIRED = (openai.APITimeoutError, anthropic.APITimeoutError, httpx.TimeoutException, httpx2.TimeoutException)
 """The exceptions of clients whose own timeout ends, before an answer and within one."""
 Asking = Callable[[World], Awaitable[Any]]
@@ -114,8 +116,8 @@ async def test_every_row_is_an_exception_of_the_client(
             if face in (Dialect.OPENAI, Dialect.RESPONSES):
                 assert (str(error.code), error.param, error.type) == (str(row.status), "x", row.type)
                 assert error.body["reason"] == row.reasons[0]
-            if face is Dialect.ANTHROPIC and row.status < 500:
-                assert error.body["error"]["type"] == ("invalid_request_error" if row.status == 400 else row.type)
+            if face is Dialect.ANTHROPIC and (row.status < 500 or row.status in ANTHROPIC_TYPES):
+                assert error.body["error"]["type"] == ANTHROPIC_TYPES.get(row.status, row.type)
 
 
 # Rows that the router makes
