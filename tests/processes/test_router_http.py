@@ -198,6 +198,7 @@ async def test_paths_encodings_and_sizes(shared: Router) -> None:
         assert response.json()["error"]["message"].endswith("did you mean /models/load?")
     response = await client.post("/v1/responses/compact", json={"model": "alpha", "input": "hi"})
     assert error_of(response) == (501, "not_offered")
+    assert error_of(await client.get("/v1/realtime", params={"model": "alpha"})) == (501, "not_offered")
     response = await client.get("/" + "x" * 300)
     assert response.json()["error"]["message"] == "File Not Found"
     assert error_of(await client.get("/v1/models/load")) == (404, "model_not_found")

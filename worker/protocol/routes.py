@@ -395,6 +395,8 @@ _DECLARATIONS: tuple[Route, ...] = (
     _not_offered("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES,
                  "a closed connection: a response ends with it"),
     _not_offered("POST", "/v1/conversations", Dialect.RESPONSES, _UNSTORED),
+    _not_offered("GET", "/v1/realtime", Dialect.OPENAI,
+                 "POST /v1/responses with `stream`: this server has no WebSockets"),
     _not_offered("GET", "/tokenizer_info", Dialect.OPENAI, "GET /props?model=, or POST /tokenize"),
     _not_offered("POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations",
                  Dialect.LLAMA_SERVER, "another server"),
