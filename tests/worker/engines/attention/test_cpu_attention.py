@@ -23,7 +23,7 @@ def test_rows_that_decode_together_give_the_logits_of_each_alone(group: int, win
     for row, end in ends.items():
         low = max(0, end - window) if window else 0
         pool.values[0][row * stride + low : row * stride + end].normal_()
-    packed = paged.PackedBatch(pool, torch.zeros(len(ends), dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(len(ends), dtype=torch.int64), decodes, {})
     query = torch.randn(len(ends), kv_heads * group, dim).to(dtype)
     plan = packed.plan(window, kv_heads * group, dtype, can_merge=True)
     assert [isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls] == [True]
@@ -37,7 +37,7 @@ def test_rows_that_begin_anywhere_attend_together(window: int) -> None:
     starts = [3 * row + row * row % 5 for row in range(1, 30)]
     pool = random_pool(rows=2, blocks=100)
     decodes = tuple((table(start, start + 1), place % 31 + 1) for place, start in enumerate(starts))
-    packed = paged.PackedBatch(pool, torch.zeros(len(starts), dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(len(starts), dtype=torch.int64), decodes, {})
     query = torch.randn(len(starts), 2, 8)
     plan = packed.plan(window, 2, torch.float32, can_merge=True)
     assert [isinstance(call, decode_plan.PaddedCall) and call.stride == 0 for call in plan.calls] == [True]
@@ -51,7 +51,7 @@ def test_shared_and_own_runs_of_rows_are_merged() -> None:
     rows = 34
     pool = random_pool(rows=rows, blocks=3 * rows)
     decodes = tuple((table(0, 1, 3 * row, 3 * row + 1), 2 * BLOCK_TOKENS + 5 * (row % 6 + 1)) for row in range(1, rows))
-    packed = paged.PackedBatch(pool, torch.zeros(rows - 1, dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(rows - 1, dtype=torch.int64), decodes, {})
     plan = packed.plan(0, 2, torch.float32, can_merge=True)
     assert plan.merges
     assert any(isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls)

@@ -77,7 +77,7 @@ def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     decodes = tuple((each, 490 - 3 * row) for row, each in enumerate(tables))
     assert pool.rows_at_once(14, 490) < 13
     assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= DEQUANTIZED_KV_BYTES["cpu"]
-    packed = paged.PackedBatch(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(14, dtype=torch.int64), decodes, {})
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
     for kernel in (dense.sdpa, dense.eager):
         answers = packed.decode(paged.LayerAttention(kernel, 1, 0), query)

@@ -46,16 +46,6 @@ _MOST_CALLS = 4
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefillPart:
-    """Prompt tokens of one sequence in the packed batch; they attend in one call."""
-
-    first: int  # index in the packed batch
-    count: int
-    start: int  # position in the sequence
-    table: BlockTable
-
-
 class LayerAttention(NamedTuple):
     """How one layer of the model attends."""
 
@@ -84,7 +74,8 @@ class PackedBatch:
     positions: torch.Tensor  # [tokens], int64: position in the pool of each token's keys and values
     # The leading tokens of the batch, each the newest of its sequence: block table and length of the sequence.
     decodes: tuple[tuple[BlockTable, int], ...]
-    parts: tuple[_PrefillPart, ...]  # all other tokens, one part for each sequence
+    # All other tokens by the index of the first one: one part for each sequence, whose tokens attend in one call.
+    parts: dict[int, Segment | ForwardPart]
     # Masks of parts by (first token, window). Built by the first layer that needs one, shared by the others.
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     # Plans of the decodes by (window, query heads, kernel can merge); shared by the layers likewise.
@@ -103,15 +94,15 @@ class PackedBatch:
         # A one-token segment after a longer one is correct, too, but attends in a call of its own.
         while count < len(batch) and batch[count].length == 1:
             count += 1
-        parts, first = [], count
+        parts, first = dict[int, Segment | ForwardPart](), count
         for segment in batch[count:]:
-            parts.append(_PrefillPart(first, segment.length, segment.start, _table(segment)))
+            parts[first] = segment
             first += segment.length
         return cls(
             pool=pool,
             positions=upload(positions, pool.device),
             decodes=tuple((_table(segment), segment.end) for segment in batch[:count]),
-            parts=tuple(parts),
+            parts=parts,
         )
 
     def attend(self, at: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -127,17 +118,18 @@ class PackedBatch:
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         if decodes:
             out[:decodes] = self.decode(at, tokens[:decodes])
-        for part in self.parts:
-            part_query = query[:, :, part.first : part.first + part.count]  # [1, heads, tokens of the part, head_dim]
-            out[part.first : part.first + part.count] = self._attend_part(at, part, part_query)[0].transpose(0, 1)
+        for index, part in self.parts.items():
+            part_query = query[:, :, index : index + part.length]  # [1, heads, tokens of the part, head_dim]
+            out[index : index + part.length] = self._attend_part(at, index, part_query)[0].transpose(0, 1)
         return out[None]
 
-    def _attend_part(self, at: LayerAttention, part: _PrefillPart, query: torch.Tensor) -> torch.Tensor:
+    def _attend_part(self, at: LayerAttention, index: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of one part. In its own function, so that gathered keys are freed before the next part's are
         read."""
-        first, mask = self.part_mask(part, at.window, query.dtype)
+        part = self.parts[index]
+        first, mask = self.part_mask(index, at.window, query.dtype)
         # The part sees all earlier tokens of its sequence, which earlier steps (or other sequences) computed.
-        keys, values = self.pool.read(at.layer, tuple(part.table.spans(first, part.start + part.count)))
+        keys, values = self.pool.read(at.layer, tuple(_table(part).spans(first, part.end)))
         answer: torch.Tensor = at.kernel(query, keys, values, mask, causal=mask is None, scaling=at.scaling)
         return answer
 
@@ -263,17 +255,17 @@ class PackedBatch:
             self.plans[key] = planner.plan(window, heads, dtype, can_merge=can_merge)
         return self.plans[key]
 
-    def part_mask(self, part: _PrefillPart, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
-        """First position that any token of `part` sees, and the additive mask `[1, 1, tokens, positions]` from there
+    def part_mask(self, index: int, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
+        """First position that any token of a part sees, and the additive mask `[1, 1, tokens, positions]` from there
         on.
 
         None instead of a mask means plain causal attention from position 0, for which kernels need no mask.
         """
-        first = max(0, part.start + 1 - window) if window else 0
-        end = part.start + part.count
+        part = self.parts[index]
+        first, end = max(0, part.start + 1 - window) if window else 0, part.end
         if part.start == 0 and not 0 < window < end:
             return first, None
-        key = (part.first, window)
+        key = (index, window)
         if key not in self.masks:
             query = torch.arange(part.start, end, device=self.positions.device)[:, None]
             position = torch.arange(first, end, device=self.positions.device)
