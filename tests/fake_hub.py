@@ -12,7 +12,7 @@ Endpoints are those that huggingface_hub 2.4 needs: model info, tree, and HEAD a
     {"status": 503}              answer with that status; "code" becomes X-Error-Code (GatedRepo, RepoNotFound, ...)
     {"token": "t"}               401 without that bearer token
     {"drop": n}                  close the connection after n bytes of the body
-    {"stall": n}                 send nothing more after n bytes of the body, and keep the connection open
+    {"stall": n}                 send nothing more after n bytes of the body until the faults change, then close
     {"ranges": false}            answer a range with the whole file
     {"short": n}                 serve only n bytes and state that size
     {"flip": n}                  invert byte n
@@ -38,6 +38,7 @@ class Hub:
     def __init__(self, root: Path):
         self._root = root
         self._faults: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
+        self._change = asyncio.Event()  # set when the faults change
         self._journal: list[str] = []
 
     def app(self) -> web.Application:
@@ -62,6 +63,8 @@ class Hub:
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         self._faults = await request.json()
+        self._change.set()
+        self._change = asyncio.Event()
         return web.Response()
 
     async def _tell(self, request: web.Request) -> web.Response:
@@ -107,7 +110,7 @@ class Hub:
         if "flip" in fault:
             content[fault["flip"]] ^= 0xFF
         headers = {"X-Repo-Commit": commit, "ETag": f'"{facts.get("lfs", facts)["oid"]}"', "Accept-Ranges": "bytes"}
-        return await _send(request, bytes(content[: fault.get("short")]), headers, fault)
+        return await _send(request, bytes(content[: fault.get("short")]), headers, fault, self._change)
 
     def _repository(self, request: web.Request, *, may_fail: bool = True) -> tuple[Path, str]:
         name = f"{request.match_info['org']}/{request.match_info['name']}"
@@ -156,7 +159,7 @@ def _refuse(fault: Mapping[str, Any], request: web.Request) -> None:
 
 
 async def _send(
-    request: web.Request, content: bytes, headers: Mapping[str, str], fault: Mapping[str, Any]
+    request: web.Request, content: bytes, headers: Mapping[str, str], fault: Mapping[str, Any], change: asyncio.Event
 ) -> web.StreamResponse:
     """The bytes that were asked for; `drop` and `stall` count from the file's beginning."""
     in_part = "Range" in request.headers and fault.get("ranges", True)
@@ -174,8 +177,8 @@ async def _send(
     end = min(stop, fault.get("drop", stop), fault.get("stall", stop))
     await response.write(content[begin:end])
     if "stall" in fault:
-        await asyncio.Event().wait()
-    if "drop" in fault and request.transport is not None:
+        await change.wait()
+    if ("drop" in fault or "stall" in fault) and request.transport is not None:
         request.transport.close()
     return response
 

@@ -35,7 +35,8 @@ class Hub:
         return f"org/{name}"
 
     def fails(self, **faults: Any) -> None:
-        """From now on these faults, and no others; `repo` of the name stands for its listing."""
+        """From now on these faults, and no others; `repo` of the name stands for its listing. This ends
+        the connections of responses that have stalled."""
         httpx.put(f"{self.address}/_faults", json=faults)
 
     def commit(self, repo: str) -> str:

@@ -157,10 +157,10 @@ async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which
 
 
 async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(hub: Hub, tmp_path: Path) -> None:
-    async with fetching(tmp_path, hub, "--stream-commit-seconds", "0", HF_HUB_DOWNLOAD_TIMEOUT="5") as up:
+    async with fetching(tmp_path, hub, "--stream-commit-seconds", "0") as up:
         repo = hub.repo("awaited")
         body = {"model": repo, "prompt": "a"}
-        hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after 5 seconds, when all below is done
+        hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
         async with events_of(up) as events:
             await up.client.post("/models", json={"model": repo})
             await events.fetched(HALF)
@@ -170,7 +170,11 @@ async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(
                 assert (await anext(waiting.aiter_lines())).startswith(": downloading")
             await up.says("POST /v1/completions 499")
             assert (await up.status(repo))["value"] == "downloading"  # one that leaves again ends nothing
-            assert (await up.client.post("/v1/completions", json=body)).status_code == 200
+            async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as waiting:
+                lines = waiting.aiter_lines()
+                assert (await anext(lines)).startswith(": downloading")
+                hub.fails()
+                assert [line async for line in lines if line][-1] == "data: [DONE]"
             kinds = await events.until("status_change", status="loaded")
         assert kinds == ["model_status:downloading", "download_progress:", "download_finished:",
                          "status_change:loading", "status_change:loaded"]  # fmt: skip
