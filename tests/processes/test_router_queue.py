@@ -21,9 +21,12 @@ from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES
 
 PATH = "/v1/chat/completions"
-PATIENCE, TIMEOUT = 10.0, 2.0
-"""Seconds: the default, and the value in these tests."""
-ONE_PLACE = ("--models-max", "1", "--models-memory-margin", "64", "--queue-timeout", f"{TIMEOUT:.0f}")
+PATIENCE, TIMEOUT = 30.0, 4.0
+"""Seconds: the busy worker stays, and there is time for a second request, on a slow machine as well."""
+ONE_PLACE = (
+    "--models-max", "1", "--models-memory-margin", "64", "--queue-timeout", f"{TIMEOUT:.0f}",
+    "--swap-patience", f"{PATIENCE:.0f}",
+)  # fmt: skip
 SOON = ("--stream-commit-seconds", "0.05", "--sse-ping-interval", "0.1")
 
 
