@@ -147,7 +147,7 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     later = received[2]
     assert later.decode_rate > 0
     assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
-    assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
+    assert (later.running, later.waiting, later.parallel, later.later) == (2, 1, 4, 7)
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
     assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
