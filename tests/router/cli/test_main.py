@@ -269,7 +269,7 @@ def test_check_reports_experts_that_are_quantized_one_by_one(run: Run, tmp_path:
         write_weights(folder / "model.safetensors", {f"model.layers.0.{layer}.up_proj.qweight": ("I32", [8, 128])})
     own = f"[own]\nmodel = {mixture}\ntrust-remote-code = on\n"
     path = preset(tmp_path, f"[mixture]\nmodel = {mixture}\n[dense]\nmodel = {dense}\n{own}")
-    _, out, _ = run("check", path)
+    out = run("check", path, code=1).out
     [fault] = [line for line in out.splitlines() if line.startswith(path)]
     assert fault.startswith(f"{path}:2: [mixture] transformers computes the experts of a layer in one tensor")
     assert f"quantized with {method} (model.layers.0.mlp.experts.0.up_proj.qweight); take one that is" in fault
