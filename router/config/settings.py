@@ -393,7 +393,8 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
         yield fault("model", "ALL loads the models of --models-dir; give that as well")
     if origins.get("demo") == "--demo" and settings.names_models:
         yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
-    named, groups = len(settings.model) + len(settings.hf_repo), len(settings.model_names)
+    named = len(settings.model) - settings.model.count(ALL) + len(settings.hf_repo)
+    groups = len(settings.model_names)
     if groups and groups != named:
         yield fault(
             "model-names",

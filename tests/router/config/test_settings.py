@@ -91,6 +91,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"model": ""}, "--model: names no model; write a folder or org/name, or remove it"),
         ({"model": "org/x,test::PyTorch=org/y"}, '--model: "PyTorch" is an engine that is not offered; remove it'),
         ({"model": "ALL"}, "--model: ALL loads the models of --models-dir; give that as well"),
+        ({"model": "ALL", "models-dir": "/m", "model-names": "a"}, "--model-names: is given 1 times for 0 models"),
         ({"hf-repo": " ,"}, "--hf-repo: names no model; write a folder or org/name, or remove it"),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
         ({"drain-timeout": "-1"}, "--drain-timeout: this time cannot be turned off (-1)"),
