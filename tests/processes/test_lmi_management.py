@@ -176,7 +176,7 @@ async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path
         (tmp_path / "models" / "x" / "link").symlink_to(outside)
         (tmp_path / "models" / "x" / "loop").symlink_to("loop")
         assert await register(r"^Parameter url is required\.$") == 400
-        for url in ("s3://bucket/x", "djl://a/b", "https://a.example/b.zip", "no word", outside, "/etc/passwd",
+        for url in ("s3://bucket/x", "djl://a/b", "https://a.example/b.zip", "word", outside, "/etc/passwd",
                     str(tmp_path / "models" / "x" / "link"), f"{tmp_path}/models/../outside",
                     str(tmp_path / "models" / "x"), f"{tmp_path}/models/x/loop/y", f"{tmp_path}/models/a\0b",
                     "/\0"):  # fmt: skip
