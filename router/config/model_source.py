@@ -1,6 +1,6 @@
 """The place of a model's files, from the keys that name it and from the models on disk. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,7 +55,9 @@ def resolve_source(
     if named is None and entry is None and ":" in id and REPO.fullmatch(id):  # as `router org/name:revision`
         named = repo = Setting(id, OWN, place, "hf-repo")
     if named is not None:
-        fields = _parse(named, reader, sections, is_repo=named is repo)
+        others = {entry.id: entry.path for entry in found if entry.source == "models_dir"}
+        others |= {name: name for name in sections}
+        fields = _parse(named, reader, others, is_repo=named is repo)
     elif entry is None:
         fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
         return None
@@ -77,8 +79,14 @@ def resolve_source(
     return {**fields, "revision": revision.value}
 
 
-def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, is_repo: bool) -> dict[str, Any] | None:
-    """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
+def _parse(
+    setting: Setting, reader: SettingReader, others: Mapping[str, str], *, is_repo: bool
+) -> dict[str, Any] | None:
+    """The path, repository or built-in model that a value of `model` or `hf-repo` means.
+
+    `others`: the sections and the models of --models-dir, which a name on the command line may be a typo of, and their
+    right names.
+    """
     fail = reader.collector.fail
     text, place = hub_name(setting.value), setting.place
     is_repo = is_repo or text != setting.value
@@ -112,10 +120,10 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         remedy = IN_OLD_LAYOUT if OLD_LAYOUT in reader.disk.folders(path) else remedy
         fail(place, f"{path} {what}; {remedy}")
         return None
+    form = REPO if text.endswith("/") and not is_repo else MODEL_REPO  # `gpt2/` is a folder
     text = text.rstrip("/")  # LMI's documents have a repository with a slash at its end
-    # A name on the command line may be that of a section.
-    near = "" if place.line else nearest(text, sections)
-    if MODEL_REPO.fullmatch(text) is None or (near and not is_repo and "/" not in text):
+    near = "" if place.line else others.get(nearest(text, others), "")
+    if form.fullmatch(text) is None or (near and not is_repo and "/" not in text):
         where = f" ({path})" if path != text else ""
         fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name", near)
         return None

@@ -40,7 +40,8 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
             if names[1:] and names[0] in used:
                 names = names[1:]  # the name alone is that of the model without a version, else of the first
             used.update(names)
-            source = source.rstrip("/") or source  # DIR/ is DIR, and org/name/ of LMI's documents is org/name
+            bare = source.rstrip("/")
+            source = bare if "/" in bare else source  # org/name/ of LMI's documents is org/name, and gpt2/ is a folder
             model = hub_name(source)
             kind = key if model == source else "hf-repo"
             named.append(NamedModel(kind, model, settings.origins.get(key, f"--{key}"), names))

@@ -119,7 +119,7 @@ def find_preset(
             if preset.source == "preset":
                 raise ConfigError(f"--{own} is for a folder or a repository; {name} is a preset: write {own} there")
     is_source = "/" in name or name.startswith("demo:") or (name and Path(name).exists())
-    is_typo = nearest(name, [id for id, preset in loaded.presets.items() if preset.source == "preset"])
+    is_typo = nearest(name, [id for id, preset in loaded.presets.items() if preset.source != "cache"])
     if not is_source and (is_typo or not MODEL_REPO.fullmatch(name)):
         near = nearest(name, _names_of(loaded))
         hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"

@@ -1,6 +1,6 @@
 """Models named at start: names on the command line become presets that are loaded at start."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -19,17 +19,22 @@ CACHED = "/hub/models--org--cached/snapshots/0123456789abcdef"
 
 
 def start(
-    flags: Mapping[str, str], *, text: str = "", environ: Mapping[str, str] | None = None, **models: str
+    flags: Mapping[str, str],
+    *,
+    text: str = "",
+    environ: Mapping[str, str] | None = None,
+    found: Sequence[FoundModel] = (),
+    **models: str,
 ) -> LoadedPresets:
     """The presets of a router with these flags, in /home/me."""
     parsed, problems = settings.parse(flags, environ or {})
     assert not problems
     disk = Disk(*(f"{folder}/config.json" for folder in (*FOLDERS, CACHED)))
-    found = [FoundModel("org/name", "cache", repo="org/name")]
+    cached = [FoundModel("org/name", "cache", repo="org/name")] if parsed.lists_cache else []
     return load(
         text, file="models.ini", folder="/home/me", disk=disk, named=named_models(parsed), environ=environ or {},
         flags={name.replace("_", "-"): value for name, value in models.items()}, working="/home/me",
-        found=found if parsed.lists_cache else [],
+        found=[*found, *cached],
     )  # fmt: skip
 
 
@@ -144,6 +149,21 @@ def test_a_name_without_a_model_is_refused_where_it_was_given(
 def test_a_name_like_that_of_a_section_is_refused_with_the_section() -> None:
     (problem,) = start({"model": "codr"}, text="[coder]\nmodel = demo:a\n").problems
     assert str(problem).endswith('"codr" is neither a folder (/home/me/codr) nor org/name; did you mean "coder"?')
+
+
+def test_a_name_like_that_of_a_model_in_the_models_folder_is_refused_with_its_folder() -> None:
+    for name in ("phi-4", "phi4"):
+        flags = {"model": name, "models-dir": "/models"}
+        (problem,) = start(flags, found=[FoundModel("phi-4", "models_dir", path="/models/phi-4")]).problems
+        assert str(problem).endswith(' nor org/name; did you mean "/models/phi-4"?')
+
+
+def test_a_name_with_a_slash_at_its_end_is_a_folder_or_has_an_organisation() -> None:
+    assert start({"model": "llama/"}).presets["llama"].path == "/home/me/llama"
+    assert start({"model": "a/b/"}).presets["a/b"].repo == "a/b"
+    for loaded in (start({"model": "gpt2/"}), start({}, text="[m]\nmodel = gpt2/\n")):
+        assert ["is neither a folder (/home/me/gpt2) nor org/name" in str(each) for each in loaded.problems] == [True]
+    assert start({"model": "hf.co/gpt2/"}).presets["gpt2"].repo == "gpt2"
 
 
 def test_a_named_model_has_the_origin_of_its_name() -> None:

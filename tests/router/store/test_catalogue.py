@@ -11,7 +11,15 @@ from router.config.model_source import NOT_UTF8
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, parse
 from router.errors import ConfigError
-from router.store.catalogue import LocalDisk, demo_preset, find_snapshot, load_catalogue, missing, read_keys
+from router.store.catalogue import (
+    LocalDisk,
+    demo_preset,
+    find_preset,
+    find_snapshot,
+    load_catalogue,
+    missing,
+    read_keys,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "f" * 40
@@ -235,6 +243,12 @@ def test_the_content_of_a_pipe_is_the_same_at_each_read() -> None:
     for _ in range(2):
         assert list(read(models_preset=f"/dev/fd/{reads}").presets) == ["a"]
     os.close(reads)
+
+
+def test_a_name_like_that_of_a_folder_is_no_repository(tmp_path: Path) -> None:
+    snapshot(tmp_path / "phi-4")
+    with pytest.raises(ConfigError, match=r"did you mean phi-4\?"):
+        find_preset("phi4", read(models_dir=str(tmp_path)), {}, {})
 
 
 def test_a_missing_models_folder_is_a_fault(tmp_path: Path) -> None:
