@@ -211,8 +211,8 @@ def demo_preset() -> Path:
     return installed if installed.is_file() else package.parent / "config" / "demo.ini"
 
 
-# What came through pipes, as in `--api-key-file <(command)`, by device and inode. It comes once: reads for further
-# models and reloads would find nothing, or wait without end.
+# What came through pipes without a name, as in `--api-key-file <(command)`, by device and inode. It comes once: reads
+# for further models and reloads would find nothing. The writer of a named pipe may write new keys for each read.
 _pipes: dict[tuple[int, int], bytes] = {}
 
 
@@ -234,7 +234,8 @@ class LocalDisk:
 
     def read(self, path: str) -> str:
         facts = os.stat(path)
-        pipe = (facts.st_dev, facts.st_ino) if stat.S_ISFIFO(facts.st_mode) else None
+        is_unnamed = stat.S_ISFIFO(facts.st_mode) and not os.path.exists(os.path.realpath(path))  # /proc/1/fd/pipe:[2]
+        pipe = (facts.st_dev, facts.st_ino) if is_unnamed else None
         content = _pipes.get(pipe) if pipe else None
         if content is None:
             with open(path, "rb") as file:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,14 @@ def test_the_content_of_a_pipe_is_the_same_at_each_read() -> None:
     for _ in range(2):
         assert list(read(models_preset=f"/dev/fd/{reads}").presets) == ["a"]
     os.close(reads)
+
+
+def test_a_named_pipe_is_read_anew(tmp_path: Path) -> None:
+    pipe = tmp_path / "models.ini"
+    os.mkfifo(pipe)
+    for name in ("a", "b"):
+        threading.Thread(target=pipe.write_text, args=[f"[{name}]\nmodel = demo:a\n"], daemon=True).start()
+        assert list(read(models_preset=str(pipe)).presets) == [name]
 
 
 def test_a_name_like_that_of_a_folder_is_no_repository(tmp_path: Path) -> None:
