@@ -187,8 +187,9 @@ class AdmissionQueue:
         pinned = [
             other.preset.id
             for other in self._fleet.workers()
-            if other.preset.pin and not other.best_effort and (by_slots or other.reserved.keys() & worker.devices)
-        ]
+            if other.preset.pin and not other.best_effort and other.reserved  # not one that waits as well
+            and (by_slots or other.reserved.keys() & worker.devices)
+        ]  # fmt: skip
         # Below a --device-limit, other programs only count if they leave less than the limit.
         others = [
             f"{device.foreign >> 20} MiB of {device.id}"

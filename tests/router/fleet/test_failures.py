@@ -319,7 +319,8 @@ async def test_a_queue_timeout_names_the_pinned_models_in_the_way_and_no_memory_
     models_max: int, limit: dict[DeviceId, int]
 ) -> None:
     settings = Settings(queue_timeout=20.0, models_max=models_max)
-    world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, keys={"a": {"pin": True}}, settings=settings, limit=limit)
+    pins = {"a": {"pin": True}, "b": {"pin": True}}
+    world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, keys=pins, settings=settings, limit=limit)
     world.launcher.set_foreign(CPU, GIB // 2)
     await world.ask("a")
     with pytest.raises(QueueTimeout) as late:
