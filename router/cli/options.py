@@ -27,8 +27,8 @@ REPEATED = frozenset({
     "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
 # Options of LightLLM and vLLM that take several words, and the form of these words. Names of models have no slash here:
-# a word with one is a MODEL.
-_SEVERAL = {"--mode": "(triton|ppl|lmdeploy)_.*", "--served-model-name": "[^-/][^/]*"}
+# a word with one is a MODEL, and so is a demo model.
+_SEVERAL = {"--mode": "(triton|ppl|lmdeploy)_.*", "--served-model-name": "(?!demo:)[^-/][^/]*"}
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 

@@ -403,6 +403,7 @@ def test_several_names_of_vllm_are_names_of_one_model(run: Run, *, before: bool)
     assert re.search("^alias += b,c,org/x ", out, re.MULTILINE)
     code, out, _ = run("check", "--served-model-name", "a", "b", "org/x", "org/y")
     assert (code, out.splitlines()[0][:50]) == (1, "--served-model-name: is for one model, and 2 are n")
+    assert run("check", "--served-model-name", "a", "b", "demo:a")[:2] == (0, "1 model, no fault: a\n")
 
 
 def test_a_full_disk_is_reported_in_one_line() -> None:
