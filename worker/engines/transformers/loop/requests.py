@@ -9,7 +9,6 @@ import logging
 import math
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,23 +197,27 @@ class AdmissionLimit:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = Counter[object]()  # by request
+        self._count = 0
+        self._counts: dict[object, int] = {}  # by request
 
     def admit(self, request: object, number: int, most: int) -> bool:
         """Count `number` for a request, unless `most` are counted already."""
         with self._lock:
             # A request with several choices may exceed the limit: it would otherwise never fit into a small queue.
-            if self._counts.total() >= most:
+            if self._count >= most:
                 return False
             self._counts[request] = number
+            self._count += number
             return True
 
     def release(self, request: object, number: int) -> None:
         """Count up to `number` less for a request."""
         with self._lock:
-            left = self._counts.pop(request, 0) - number
-            if left > 0:
-                self._counts[request] = left
+            counted = self._counts.pop(request, 0)
+            number = min(number, counted)
+            self._count -= number
+            if number < counted:
+                self._counts[request] = counted - number
 
 
 class DeltaWriter:
