@@ -71,7 +71,7 @@ def test_where_many_stay_indices_are_not_made() -> None:
     )
     found = topk._candidates(logits, logits.topk(100, dim=-1).values[:, -1])
     assert found is not None
-    assert found[1].shape == (4, 100)
+    assert found.tokens.shape == (4, 100)
 
 
 def test_without_content_shapes_are_all_that_is_found() -> None:

@@ -13,6 +13,8 @@ Results are the same to the last bit. Fake tensors use torch's own: the exact es
 more.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,8 +43,8 @@ def top(scores: torch.Tensor, count: int) -> torch.Tensor:
         blocks = scores[:, :whole].view(len(scores), block, -1).amax(1)
         least = np.partition(blocks.numpy(), -count, axis=-1)[:, -count]
         found = _candidates(scores, torch.from_numpy(least))
-        if found is not None and found[0].shape[-1] >= count:
-            rising = np.sort(found[0].numpy(), axis=-1)[:, -count:]
+        if found is not None and found.scores.shape[-1] >= count:
+            rising = np.sort(found.scores.numpy(), axis=-1)[:, -count:]
             return torch.from_numpy(rising[:, ::-1].copy())
     return scores.topk(count, dim=-1).values
 
@@ -55,7 +57,7 @@ def draw(scores: torch.Tensor, floor: torch.Tensor | None, uniforms: torch.Tenso
     """
     found = _candidates(scores, floor) if floor is not None and _is_on_cpu(scores) else None
     if found is not None:
-        cumulative = found[0].exp_().cumsum_(dim=-1)
+        cumulative = found.scores.exp_().cumsum_(dim=-1)
     elif floor is None:
         cumulative = _cumulative(scores.exp_())
     else:  # multiplied by zeros and ones: filling by a mask takes ten times as long on the CPU
@@ -64,7 +66,7 @@ def draw(scores: torch.Tensor, floor: torch.Tensor | None, uniforms: torch.Tenso
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     place = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
-    return (place if found is None else found[1].gather(-1, place))[:, 0]
+    return (place if found is None else found.tokens.gather(-1, place))[:, 0]
 
 
 def _cumulative(weights: torch.Tensor) -> torch.Tensor:
@@ -76,13 +78,16 @@ def _cumulative(weights: torch.Tensor) -> torch.Tensor:
     return weights.cumsum_(dim=-1)
 
 
-def _candidates(scores: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The finite scores of `scores` `[rows, vocab]` not below `least` `[rows]`, and their tokens. None if they are not
-    few.
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The tokens of each row that may still be chosen. `most`: those of the row that has the most."""
 
-    Both are `[rows, most]`, with the number of the row that has the most, in the order of the vocabulary. Behind the
-    last score of a row there is minus infinity.
-    """
+    scores: torch.Tensor  # [rows, most], in the order of the vocabulary; minus infinity behind the last of a row
+    tokens: torch.Tensor  # [rows, most], the token of each score
+
+
+def _candidates(scores: torch.Tensor, least: torch.Tensor) -> _Candidates | None:
+    """The finite scores of `scores` `[rows, vocab]` not below `least` `[rows]`. None if they are not few."""
     rows, vocab = scores.shape
     values = scores.numpy()
     stays = values >= np.maximum(least.numpy(), np.finfo(np.float32).min)[:, None]
@@ -100,7 +105,7 @@ def _candidates(scores: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor
     found[row, place] = values.reshape(-1)[where]
     tokens = np.zeros((rows, most), dtype=np.int64)
     tokens[row, place] = where - row * vocab
-    return torch.from_numpy(found), torch.from_numpy(tokens)
+    return _Candidates(torch.from_numpy(found), torch.from_numpy(tokens))
 
 
 def _is_on_cpu(scores: torch.Tensor) -> bool:
