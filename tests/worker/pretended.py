@@ -180,14 +180,18 @@ _INSTEAD: Mapping[Any, Any] = {
 
 class _Event:
     def record(self, stream: object) -> None:
-        pass
+        self.stream = stream
 
     def synchronize(self) -> None:
         pass
 
 
 # Replacements in `torch.cuda`.
-_DEVICE = {"Event": _Event, "current_stream": lambda device: None, "get_device_capability": lambda device=None: (9, 0)}
+_DEVICE = {
+    "Event": _Event,
+    "current_stream": lambda device: device,
+    "get_device_capability": lambda device=None: (9, 0),
+}
 
 
 @contextlib.contextmanager

@@ -114,18 +114,21 @@ async def test_a_model_on_two_devices_moves_what_must_move_and_waits_for_nothing
     assert watch.waits == []
 
 
+@pytest.mark.parametrize("devices", [(CUDA,), DEVICES])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # packed, and aligned
 async def test_the_host_waits_for_each_step_also_without_results(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, devices: tuple[torch.device, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the prefill budget would learn how long it takes to launch a chunk of a prompt."""
+    """Otherwise the prefill budget would learn how long it takes to launch a chunk of a prompt. The layers of a split
+    model end on its last device."""
     waited: list[object] = []
-    with made(name, tmp_path) as (runner, capacity, _):
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event))
+    split = LayerSplit(devices, (1, 1)) if len(devices) > 1 else None
+    with made(name, tmp_path, split=split) as (runner, capacity, _):
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.stream))
         drive = Drive(runner, capacity)
         drive.ask(0, tuple(range(5, 45)), most=1)  # in three chunks
         drive.to_the_end()
-    assert len(waited) == 3
+    assert waited == [devices[-1]] * 3
 
 
 @pytest.mark.parametrize("name", every(("llama", "mamba")))  # packed, and aligned

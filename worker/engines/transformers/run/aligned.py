@@ -166,7 +166,9 @@ class AlignedRunner:
             found |= self._decode(group, device_tokens)
         wanted = [found[index] for index in sorted(found) if len(found[index])]
         if not wanted:
-            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self._device)
+            # On the device that finishes the step: the host waits for it.
+            last = self._layer_devices[-1] if self._layer_devices is not None else self._device
+            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=last)
         return torch.cat(wanted).float() if len(wanted) > 1 else wanted[0].float()
 
     def fork(self, source: int, target: int) -> None:
