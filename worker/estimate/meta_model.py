@@ -90,7 +90,11 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
 
 def divide(model: torch.nn.Module, ranks: int) -> RankShare:
     """Leave the slices of rank 0 in `model`, with memory of their own, as the loader does. Raises StartError for a
-    model that cannot be divided."""
+    model that cannot be divided.
+
+    Rank 0 stands for all ranks: it has the sampler beside what the others have, and tensors that cannot be divided are
+    the same on each.
+    """
     share = RankSlice(0, ranks), FakeGroup(ranks)
     tensor_parallel_plan.divide(model, share)
     for module in model.modules():
