@@ -99,7 +99,8 @@ class TransformersEngine:
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
         self._has_had_requests = False
-        outbox, on_larger_step = Outbox(), self._announce_steps if loaded.announces_steps else None
+        outbox = Outbox()
+        on_larger_step = self._announce_steps if loaded.announces_steps else None
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
             backend = loaded.backend

@@ -101,7 +101,8 @@ def held() -> int:
 
 def mapped() -> int:
     """Resident bytes of mapped files: weights, and libraries that are not shared with the fork server."""
-    return max(0, _status("RssFile") - inheritance.count()[1])
+    _, libraries = inheritance.count()
+    return max(0, _status("RssFile") - libraries)
 
 
 def _status(name: str) -> int:

@@ -146,7 +146,8 @@ class StreamFactory:
                 ends=self._vocabulary.ends,
                 seed=secrets.randbits(63) if seed is None else seed + index,
             )
-            sequence.rules, sequence.adapter, sequence.draft_limits = self._vocabulary.rules, adapter, limits
+            sequence.rules = self._vocabulary.rules
+            sequence.adapter, sequence.draft_limits = adapter, limits
             if request.n > 1:  # the choices of one request share the computation of its prompt
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             stream.choices.append(self._choice(request, index, sequence, stream))
