@@ -24,7 +24,7 @@ from worker.protocol.dialects.responses import (
     CHAT_FIELDS,
     INCLUDED,
     LABELS,
-    MAX_METADATA,
+    MOST_REPEATED,
     REASONING,
     RESPONSES,
     STREAM_OPTIONS,
@@ -124,13 +124,14 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
         chat_body["response_format"] = _format(format_)
         if format_.get("description") is not None:
             fields.mark_unused(f"{text.path}format.description")
-    metadata = fields.mapping("metadata") or {}
-    if len(orjson.dumps(metadata)) > MAX_METADATA:
-        raise InvalidValue(f"metadata must have at most {MAX_METADATA} bytes of JSON", param="metadata")
+    for name, most in MOST_REPEATED.items():
+        value = fields.take(name)
+        if isinstance(value, dict | list) and len(orjson.dumps(value)) > most:
+            raise InvalidValue(f"{name} must have at most {most} bytes of JSON", param=name)
     repeated_fields = {
         "instructions": instructions,
         "max_output_tokens": chat_body["max_tokens"],
-        "metadata": metadata,
+        "metadata": fields.mapping("metadata") or {},
         "parallel_tool_calls": chat_body["parallel_tool_calls"] is not False,
         "reasoning": {"effort": chat_body["reasoning_effort"], "summary": None},
         "text": {"format": format_ or {"type": "text"}, "verbosity": chat_body["verbosity"]},

@@ -221,8 +221,9 @@ class BodyFields:
                 "this field is unknown; leave it out, or turn strict-fields off to have it ignored",
                 param=unknown_names[0][:128],
             )
+        names = list(dict.fromkeys([*self._unused, *unknown_names]))
         # The answer keeps the names until it ends. These are enough for its header.
-        return (*self._unused, *(name[:128] for name in unknown_names[: MAX_IGNORED_FIELDS + 1]))
+        return tuple(name[:128] for name in names[: MAX_IGNORED_FIELDS + 1])
 
 
 def _is_within(value: float, ranges: Ranges) -> bool:

@@ -76,10 +76,17 @@ INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-# Bytes of `metadata` in JSON. OpenAI allows 16 texts of 512 characters. Each event with the response repeats it.
-MAX_METADATA = 64 << 10
+# Bytes in JSON of the fields that each event with the response repeats. The prompt may be without them, so
+# the context does not limit them. OpenAI allows 16 texts of 512 characters in `metadata`.
+MOST_REPEATED: Mapping[str, int] = {"metadata": 64 << 10, "tools": 1 << 20, "tool_choice": 1 << 20, "text": 1 << 20}
 # Request fields without effect, of any type. A response repeats texts of at most MAX_NAME_LENGTH characters.
 LABELS = ("safety_identifier", "prompt_cache_key")
+
+
+def _most(name: str) -> str:
+    return f"At most {MOST_REPEATED[name]} bytes of JSON."
+
+
 _ALLOWED_TOOLS: Body = {
     "mode": s.required(s.choice(openai.ALLOWED_MODES)),
     "tools": s.required(s.array(_FUNCTION, least=1, about="By their names; others are not shown.")),
@@ -91,14 +98,15 @@ RESPONSES: Body = {
     "instructions": s.text(),
     "max_output_tokens": s.integer(1),
     **tuning("temperature", "top_p"),
-    "tools": s.array(s.any_of(_FUNCTION, _OTHER_TOOL), most=MAX_TOOLS),
+    "tools": s.array(s.any_of(_FUNCTION, _OTHER_TOOL), most=MAX_TOOLS, about=_most("tools")),
     "tool_choice": s.any_of(
         s.enum(None, "none", "auto", "required"),
         s.tagged("function", {"name": s.TEXT}),
         s.tagged("allowed_tools", _ALLOWED_TOOLS),
+        about=_most("tool_choice"),
     ),
     "parallel_tool_calls": s.flag(),
-    "text": s.record(TEXT_OPTIONS),
+    "text": s.record(TEXT_OPTIONS, about=_most("text")),
     "reasoning": s.record(REASONING),
     "stream": s.flag(),
     "stream_options": s.record(STREAM_OPTIONS),
@@ -107,7 +115,7 @@ RESPONSES: Body = {
     "top_logprobs": s.integer(
         0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
     ),
-    "metadata": s.or_null({**s.ANY_OBJECT, "description": f"At most {MAX_METADATA} bytes of JSON."}),
+    "metadata": s.or_null({**s.ANY_OBJECT, "description": _most("metadata")}),
     **s.members(NO_EFFECT, *LABELS),
     "previous_response_id": s.one_of([""], _STATELESS),
     "conversation": s.one_of([], _STATELESS),
