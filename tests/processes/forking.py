@@ -1,4 +1,4 @@
-"""A launcher whose fake workers are forked: their behaviour is in their snapshots.
+"""A launcher whose fake workers are forked: their behaviour is in their snapshots. Requests to workers.
 
 A worker whose preset has an environment is executed, and fake workers get their behaviour from there. So it is moved.
 """
@@ -89,10 +89,10 @@ def children(pid: int) -> list[int]:
 
 
 @asynccontextmanager
-async def asked(
+async def request_to(
     worker: WorkerProcess, path: str, body: Mapping[str, Any] | None = None, *, token: str = ""
 ) -> AsyncIterator[Exchange]:
-    """The answer of `worker`, whose head is there; a GET without a body."""
+    """Send a request to `worker`, and yield the answer once its head is there. Without a body it is a GET."""
     headers = {"Authorization": f"Bearer {token or worker.token}", "X-Request-Id": "r"}
     data = b"" if body is None else json.dumps(body).encode()
     exchange = worker.worker_client.begin("GET" if body is None else "POST", path, headers, data)
@@ -103,8 +103,8 @@ async def asked(
         exchange.close()
 
 
-async def everything(exchange: Exchange) -> bytes:
-    """The rest of an answer."""
+async def read_all(exchange: Exchange) -> bytes:
+    """Return the rest of an answer."""
     parts = []
     while part := await exchange.read():
         parts.append(part)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from router.launch.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
-from tests.processes.forking import ForkingLauncher, asked
+from tests.processes.forking import ForkingLauncher, request_to
 from worker.protocol.argv import Download, Estimate, Serve
 
 KILLS_ITS_PARENT = (
@@ -49,7 +49,7 @@ async def serve(launcher: LocalLauncher, program: Any, plan: dict[str, Any]) -> 
     async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
         report("ready")
         if "request" in plan:
-            async with asked(worker, "/v1/chat/completions", plan["request"]) as exchange:
+            async with request_to(worker, "/v1/chat/completions", plan["request"]) as exchange:
                 await exchange.read()
                 report("answering")
                 await worker.lost()

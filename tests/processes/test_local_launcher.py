@@ -36,7 +36,7 @@ from tests.fakes import (
     ended,
     fake_program,
 )  # fmt: skip
-from tests.processes.forking import ForkingLauncher, asked, everything, is_there
+from tests.processes.forking import ForkingLauncher, is_there, read_all, request_to
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 
@@ -101,7 +101,7 @@ def serve(
 
 
 def post(worker: LocalWorker, body: dict[str, Any], *, token: str = "") -> AbstractAsyncContextManager[Exchange]:
-    return asked(worker, "/v1/chat/completions", body, token=token)
+    return request_to(worker, "/v1/chat/completions", body, token=token)
 
 
 async def lost_at_start(launcher: LocalLauncher, program: Program) -> WorkerLost:
@@ -119,7 +119,7 @@ async def test_a_ready_worker_answers_on_its_socket(launcher: LocalLauncher, fol
         assert worker.ready.capabilities == ["chat", "completion", "embedding"]
         async with post(worker, PROMPT) as response:
             assert response.status == 200
-            assert json.loads(await everything(response))["choices"][0]["message"]["content"] == "one two three four "
+            assert json.loads(await read_all(response))["choices"][0]["message"]["content"] == "one two three four "
         async with post(worker, PROMPT, token="wrong") as response:
             assert response.status == 401
         assert modes(folder) == {"lock": 0o600, "sock": 0o700, "run": 0o700}
@@ -132,8 +132,8 @@ async def test_no_secret_reaches_a_worker_and_no_token_its_command_line(
 ) -> None:
     file = tmp_path / "argv"
     program = fake_program("m", argv_file=str(file))
-    async with serve(launcher, program) as worker, asked(worker, "/fake/environ") as response:
-        text = (await everything(response)).decode()
+    async with serve(launcher, program) as worker, request_to(worker, "/fake/environ") as response:
+        text = (await read_all(response)).decode()
     assert "planted" not in text
     assert "hf_given" not in text
     assert worker.token not in text + file.read_text()
@@ -167,8 +167,8 @@ async def test_a_place_is_sent_by_uuid_and_a_measurement_returns_by_device(launc
     place = {GPU1: GIB, GPU0: GIB, CPU: GIB}
     async with serve(launcher, program, place=place) as worker:
         assert worker.measured == {GPU1: 1, GPU0: 2, CPU: 3}
-        async with asked(worker, "/fake/environ") as response:
-            env = json.loads(await everything(response))
+        async with request_to(worker, "/fake/environ") as response:
+            env = json.loads(await read_all(response))
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1,GPU-fake-0"
     assert list(device_names(place)) == ["cuda:0", "cuda:1", "cpu"]
 
@@ -328,7 +328,7 @@ async def test_a_worker_without_its_socket_finishes_responses_and_is_unreachable
             async with post(worker, PROMPT):
                 pass
         await worker.unreachable()
-        assert (await everything(answer)).endswith(b"data: [DONE]\n\n")
+        assert (await read_all(answer)).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_worker_that_has_exited_is_lost_and_not_unreachable(launcher: LocalLauncher) -> None:
@@ -403,7 +403,7 @@ async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
 
 async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
     async with post(worker, body) as response:
-        return bytes(await everything(response))
+        return bytes(await read_all(response))
 
 
 @pytest.mark.slow
@@ -662,8 +662,8 @@ async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: L
         worker = await early.load(LOAD, {GPU1: GIB, CPU: GIB})
         assert worker.pid == early.pid
         assert worker.measured == {GPU1: 3}, "its measurement from before does not count any more"
-        async with asked(worker, "/fake/environ") as response:
-            assert json.loads(await everything(response))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
+        async with request_to(worker, "/fake/environ") as response:
+            assert json.loads(await read_all(response))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
         async with post(worker, PROMPT) as response:
             assert response.status == 200
     assert not is_there(worker.pid)

@@ -18,7 +18,7 @@ from router.launch.worker_client import (
     Unreachable,
     WorkerClient,
 )
-from tests.processes.forking import everything
+from tests.processes.forking import read_all
 from tests.processes.upstreams import until
 
 DEADLINE = 60.0
@@ -88,7 +88,7 @@ async def whole(exchange: Exchange) -> bytes:
     """The whole body of a response."""
     try:
         await exchange.head()
-        return await everything(exchange)
+        return await read_all(exchange)
     finally:
         exchange.close()
 
@@ -231,7 +231,7 @@ async def test_a_large_response_waits_for_its_reader(tmp_path: Path) -> None:
         for _ in range(200):
             await asyncio.sleep(0)
         assert not drained.is_set()
-        assert len(await everything(exchange)) == size
+        assert len(await read_all(exchange)) == size
         assert await whole(ask(worker_client)) != b""
         assert seen.connections == 1
 
@@ -264,7 +264,7 @@ async def test_a_response_before_the_end_of_the_request_is_received(tmp_path: Pa
 async def test_closing_an_exchange_ends_its_connection_and_its_reader(tmp_path: Path, sent: bytes) -> None:
     async with worker(tmp_path, sent) as (worker_client, seen):
         exchange = ask(worker_client)
-        waiting = asyncio.create_task(everything(exchange))
+        waiting = asyncio.create_task(read_all(exchange))
         await until(lambda: bool(seen.bodies))
         exchange.close()
         with pytest.raises(ConnectionBroken):

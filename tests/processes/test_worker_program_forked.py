@@ -22,7 +22,7 @@ from router.memory.estimate import MemoryEstimate, Overhead, estimate, from_trac
 from tests import tiny
 from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
-from tests.processes.forking import ForkingLauncher, asked, children, everything, parent
+from tests.processes.forking import ForkingLauncher, children, parent, read_all, request_to
 from worker.protocol import argv
 from worker.protocol.argv import Serve
 from worker.protocol.events import Estimated, Event, Pulse
@@ -87,8 +87,8 @@ async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, Estima
 
 
 async def post(worker: LocalWorker, **body: Any) -> Any:
-    async with asked(worker, "/v1/completions", body) as exchange:
-        response: Any = json.loads(await everything(exchange))
+    async with request_to(worker, "/v1/completions", body) as exchange:
+        response: Any = json.loads(await read_all(exchange))
         assert exchange.status == 200, response
         return response
 
