@@ -122,8 +122,8 @@ class Counting:
         pass
 
 
-def started(work: Any, **changes: Any) -> StepLoop:
-    """A step loop that reads nothing of this process but what a test states."""
+def make_loop(work: Any, **changes: Any) -> StepLoop:
+    """Start a step loop. It reads the threads and the memory of this process only where a test says so."""
     readings: dict[str, Any] = {"pulse": lambda _: None, "measured": dict, "later": lambda: 0, "threads": lambda: 1}
     return StepLoop(work, Outbox(), **readings | changes)
 
@@ -138,7 +138,7 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
             enough.set()
 
     measured = partial(memory.measured, ())
-    loop = started(Counting(), pulse=receive, measured=measured, later=lambda: 7, interval=0.02)
+    loop = make_loop(Counting(), pulse=receive, measured=measured, later=lambda: 7, interval=0.02)
     try:
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:
@@ -167,7 +167,7 @@ def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> 
         is_locked.append(growth.lock.locked())
         return growth.bytes
 
-    start = partial(started, Idle(), pulse=receive, later=later, growth=growth, interval=0.0)
+    start = partial(make_loop, Idle(), pulse=receive, later=later, growth=growth, interval=0.0)
     loop = start()
     assert done.wait(DEADLINE)
     loop.close()
@@ -191,7 +191,7 @@ def test_steps_get_another_number_of_threads_at_a_pulse() -> None:
             done.set()
 
     before = torch.get_num_threads()
-    loop = started(Counting(), pulse=receive, threads=lambda: next(counts, 1), interval=0.0)
+    loop = make_loop(Counting(), pulse=receive, threads=lambda: next(counts, 1), interval=0.0)
     assert done.wait(DEADLINE)
     loop.close()
     assert received[:3] == [2, 3, 1]
@@ -214,7 +214,7 @@ def test_what_announced_steps_took_is_reported_soon_after_they_have_ended() -> N
         announced.append(growth.bytes)
         reported.set()
 
-    loop = started(OneStep(), pulse=receive, growth=growth, interval=2 * DEADLINE)
+    loop = make_loop(OneStep(), pulse=receive, growth=growth, interval=2 * DEADLINE)
     assert reported.wait(DEADLINE)
     loop.close()
     assert announced == [7, 0]
@@ -238,7 +238,7 @@ class Idle:
 
 def test_a_call_on_the_thread_has_ended_when_it_returns() -> None:
     """Start the thread-local state of libraries before it is counted."""
-    loop = started(Idle())
+    loop = make_loop(Idle())
 
     def fail() -> None:
         raise torch.OutOfMemoryError("no room for a handle")

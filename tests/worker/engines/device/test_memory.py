@@ -19,8 +19,8 @@ MIB = 1 << 20
 WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "model.safetensors"
 
 
-def surveyed(mib: int) -> tuple[Inheritance, torch.Tensor]:
-    """A survey of this process, and data of so many MiB in it."""
+def survey(mib: int) -> tuple[Inheritance, torch.Tensor]:
+    """Return a survey of this process, and data of so many MiB that are part of it."""
     gc.collect()
     ours = torch.ones(mib * MIB, dtype=torch.uint8)
     look = Inheritance()
@@ -59,7 +59,7 @@ def forked(
 
 
 def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
-    look, ours = surveyed(64)
+    look, ours = survey(64)
     shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
     assert shared > 64 * MIB
     # The difference is what other threads of this process wrote between the two forks: 0.27 MiB on a busy machine.
@@ -86,7 +86,7 @@ def test_shared_data_is_counted_as_the_kernel_counts_it_in_large_and_small_areas
 
 
 def test_what_a_child_shares_at_least_is_a_sixteenth_less_than_the_data_of_its_parent() -> None:
-    look, ours = surveyed(256)
+    look, ours = survey(256)
 
     def estimated(look: Inheritance) -> int:
         look.estimate()
@@ -99,7 +99,7 @@ def test_what_a_child_shares_at_least_is_a_sixteenth_less_than_the_data_of_its_p
 
 
 def test_an_estimate_serves_until_the_first_count() -> None:
-    look, ours = surveyed(256)
+    look, ours = survey(256)
 
     def difference(look: Inheritance) -> int:
         look.estimate()
@@ -125,7 +125,7 @@ def test_the_first_half_of_a_library_is_counted_as_half_and_that_of_weights_not(
 
 
 def test_the_last_count_serves_where_no_request_may_wait_for_another() -> None:
-    look, ours = surveyed(64)
+    look, ours = survey(64)
 
     def keeps_it(look: Inheritance) -> int:
         with look.last_count():
@@ -139,7 +139,7 @@ def test_the_last_count_serves_where_no_request_may_wait_for_another() -> None:
 
 
 def test_a_page_that_the_parent_copies_is_counted_as_the_childs() -> None:
-    look, ours = surveyed(64)
+    look, ours = survey(64)
     (counted, tell_parent), (written, tell_child) = os.pipe(), os.pipe()
 
     def write() -> None:
