@@ -49,8 +49,9 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
-    """Count the prompt tokens of this input. Raise RequestError."""
-    fields = BodyFields(body, RESPONSES)
+    """Count the prompt tokens of this input, by default an empty text. Raise RequestError."""
+    given = {**body, "input": ""} if body.get("input") is None else body
+    fields = BodyFields(given, RESPONSES)
     chat_body, _ = _read(fields, model)
     tokens, further = await chat_prompt_tokens(chat_body, model, names=_client_names(fields))
     ignored = fields.check_unknown(strict=model.options.strict_fields)

@@ -195,6 +195,9 @@ async def test_a_conversation_of_items_reaches_the_template() -> None:
                 await client.chat.completions.create(model="m", messages=body["messages"])
             _, _, counted = await world.post(f"/v1/{path}/input_tokens", body)
             assert counted == {"object": "response.input_tokens", "input_tokens": len(engine.requests[-1].prompt)}
+        for rest in ({}, {"instructions": "S"}):
+            _, _, empty = await world.post("/v1/responses/input_tokens", {**rest, "input": ""})
+            assert (await world.post("/v1/responses/input_tokens", rest))[2] == empty
         for path, effort, ignored in (
             ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
             ("responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),

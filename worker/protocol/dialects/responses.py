@@ -125,7 +125,11 @@ RESPONSES: Body = {
     "prompt": s.one_of([]),
 }
 # For counting only: sampling and structured output accept any value.
-INPUT_TOKENS: Body = {**RESPONSES, **openai.skip_all_but(CHAT_FIELDS, CONVERSATION)}
+INPUT_TOKENS: Body = {
+    **RESPONSES,
+    **openai.skip_all_but(CHAT_FIELDS, CONVERSATION),
+    "input": s.or_null({**RESPONSES["input"], "description": "Unless it is given, an empty text is counted."}),
+}
 
 _OUTPUT_TEXT = s.shape(
     {"type": s.const("output_text"), "text": s.TEXT, "annotations": s.several(s.ANY_OBJECT), "logprobs": TOKEN_LOGPROBS}
