@@ -127,6 +127,8 @@ def _message(where: str, message: Any, no_vision: str) -> list[Json]:
             continue  # encrypted by Anthropic, so it cannot be rendered
         elif kind == "image" and role == "user":
             shown.append(_image(place, block, no_vision))
+        elif kind == "document" and role == "user":
+            shown.append(_document(place, block))
         else:
             shown.append(_text(place, block))
     shown = [*result_images, *shown]
@@ -195,8 +197,11 @@ def _tool_result(where: str, block: Json, no_vision: str) -> tuple[Json, list[En
     parts: list[str | EncodedImage] = [content] if isinstance(content, str) else []
     for index, part in enumerate(content if isinstance(content, list) else ()):
         place = f"{where}.content[{index}]"
-        is_image = isinstance(part, dict) and part.get("type") == "image"
-        parts.append(_image(place, part, no_vision) if is_image else _text(place, part))
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image":
+            parts.append(_image(place, part, no_vision))
+        else:
+            parts.append(_document(place, part) if kind == "document" else _text(place, part))
     text = join_texts(parts)
     if block.get("is_error") is True:
         text = f"Error: {text}"
@@ -226,6 +231,24 @@ def _text(where: str, block: Any) -> str:
     if kind in ("document", "search_result", "container_upload"):
         raise UnsupportedField(f"{where}: this model takes text, not blocks of type {kind}", param=where)
     raise InvalidValue(f"{where} has an unsupported block type; send a text block", param=where)
+
+
+def _document(where: str, block: Json) -> str:
+    """Return the title, the context and the text of a document, which a prompt has on lines of their own."""
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise InvalidValue(f"{where}.source must be an object with a type", param=f"{where}.source")
+    if source.get("type") != "text":
+        raise UnsupportedField(
+            f"{where}.source: this model takes text; send the text of the document, with type text",
+            param=f"{where}.source",
+        )
+    if not isinstance(source.get("data"), str):
+        raise InvalidValue(f"{where}.source.data must be a string", param=f"{where}.source.data")
+    about = [block[name] for name in ("title", "context") if block.get(name) is not None]
+    if not all(isinstance(text, str) for text in about):
+        raise InvalidValue(f"{where}: title and context must be strings", param=where)
+    return "\n".join([*about, source["data"]])
 
 
 def _tool(where: str, tool: Any) -> Json:

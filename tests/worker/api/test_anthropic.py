@@ -99,6 +99,33 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
         assert count.input_tokens == len(engine.requests[-1].prompt)
 
 
+async def test_documents_of_plain_text_reach_the_template() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "one\ntwo"}
+    document: Any = {"type": "document", "source": source, "title": "Numbers", "context": "A list."}
+    call: Any = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    result: Any = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document", "source": source}]}
+    messages: Any = [
+        {"role": "user", "content": [document, {"type": "text", "text": "Why?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    engine = Speaking("four")
+    async with serving(engine, chat_template=TOOLS, strict_fields=True) as world, anthropic_client(world) as client:
+        await client.messages.create(**{**HI, "messages": messages})
+        assert "<user>Numbers\nA list.\none\ntwo\nWhy?<" in engine.prompt()
+        assert "<tool>one\ntwo<" in engine.prompt()
+        wrong: list[tuple[Any, str]] = [
+            ({"source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="}}, "this model takes text"),
+            ({"source": {"type": "text", "data": 5}}, "source.data must be a string"),
+            ({"source": source, "title": 5}, "title and context must be strings"),
+            ({"source": source, "citations": {"enabled": True}}, "this field is unknown"),
+        ]
+        for members, message in wrong:
+            block: Any = {"type": "document", **members}
+            with pytest.raises(anthropic.BadRequestError, match=message):
+                await client.messages.create(**{**HI, "messages": [{"role": "user", "content": [block]}]})
+
+
 async def test_an_assistant_message_at_the_end_is_continued() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, anthropic_client(world) as client:

@@ -11,16 +11,28 @@ _OF_BLOCKS: Body = {"cache_control": NO_EFFECT}
 _BLOCK_TEXT = s.tagged("text", {"text": s.TEXT, "citations": NO_EFFECT, **_OF_BLOCKS})
 _IMAGE_SOURCE = s.tagged("base64", {"media_type": {**s.TEXT, "description": "For example image/png."}, "data": BASE64})
 _BLOCK_IMAGE = s.tagged("image", {"source": _IMAGE_SOURCE, **_OF_BLOCKS}, about=VISION_ONLY)
+# Without `citations`: answers have none, so a request for them is reported as ignored.
+_BLOCK_DOCUMENT = s.tagged(
+    "document",
+    {
+        "source": s.tagged("text", {"media_type": NO_EFFECT, "data": s.TEXT}),
+        "title": s.text(),
+        "context": s.text(),
+        **_OF_BLOCKS,
+    },
+    about="Plain text: title, context and data become lines of the prompt.",
+)
+_OF_RESULT = s.several(s.any_of(_BLOCK_TEXT, _BLOCK_IMAGE, _BLOCK_DOCUMENT))
 _BLOCK_RESULT = s.tagged(
     "tool_result",
     {
         "tool_use_id": s.TEXT,
-        "content": s.any_of(s.TEXT, s.several(s.any_of(_BLOCK_TEXT, _BLOCK_IMAGE)), s.enum(None, False, 0, {})),
+        "content": s.any_of(s.TEXT, _OF_RESULT, s.enum(None, False, 0, {})),
         "is_error": s.ANYTHING,
         **_OF_BLOCKS,
     },
 )
-_BLOCKS = (_BLOCK_TEXT, _BLOCK_IMAGE, _BLOCK_RESULT)
+_BLOCKS = (_BLOCK_TEXT, _BLOCK_IMAGE, _BLOCK_DOCUMENT, _BLOCK_RESULT)
 _ANSWER_BLOCKS: tuple[Schema, ...] = (
     _BLOCK_TEXT,
     _BLOCK_IMAGE,
