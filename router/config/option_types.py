@@ -31,6 +31,9 @@ _BYTES = {
     "": MIB, "b": 1, "kib": 1 << 10, "mib": MIB, "gib": 1 << 30, "tib": 1 << 40,
     "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+# vLLM has decimals with suffixes in lower case only.
+_COUNT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?(?=[km])|[0-9]{1,9}(?=[KM]))([kmKM])")
+_COUNTS = {"k": 10**3, "m": 10**6, "K": 1 << 10, "M": 1 << 20}
 _ACCELERATOR = re.compile(r"(?:cuda:?|gpu:?)?([0-9]{1,3})", re.IGNORECASE)
 _BIAS = re.compile(r"([0-9]{1,9})(-inf|[+-][0-9]{1,9}(?:\.[0-9]{0,9})?)")
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
@@ -130,6 +133,14 @@ class Integer(Kind, click.IntRange):
         """The number, or a word for it if only a word can set it."""
         words = (word for word, number in self.words.items() if number == value)
         return str(value) if self._low <= value <= self._high else next(words, str(value))
+
+
+class Tokens(Integer):
+    """A number of tokens, also in vLLM's notation: 1k is 1000, 1K is 1024, 25.6k is 25600."""
+
+    def read(self, text: str) -> int:
+        match = _COUNT.fullmatch(text.strip())
+        return super().read(text if match is None else plain(round(float(match[1]) * _COUNTS[match[2]])))
 
 
 class Number(Kind, click.FloatRange):

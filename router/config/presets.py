@@ -33,6 +33,7 @@ from router.config.option_types import (
     Span,
     Strings,
     Text,
+    Tokens,
     declared,
     shown,
     switch_words,
@@ -237,7 +238,7 @@ class Preset:
             "norm of an embedding")
 
     # Context and batch
-    ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
+    ctx_size: int = key(-1, Tokens(0, words={"auto": -1}, unit="tokens"), CONTEXT,
             "tokens of prompt and answer of one request; 0: the model's maximum. In [*] at most the maximum of each"
             " model",
             unset="the model's maximum up to 8192",

@@ -39,6 +39,9 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("--ctx_size = 4096", "ctx_size", 4096),
         ("LLAMA_ARG_CTX_SIZE = 4096", "ctx_size", 4096),
         ("max-model-len = 0", "ctx_size", 0),
+        ("max-model-len = 16k", "ctx_size", 16_000),
+        ("max-model-len = 16K", "ctx_size", 16_384),
+        ("max-model-len = 4.1k", "ctx_size", 4_100),
         ("kv-tokens = auto", "kv_tokens", 0),
         ("cache-type-k = q4_0\nctv = int4", "kv_cache_dtype", "int4"),
         ("LLAMA_ARG_CACHE_TYPE_V = f16", "kv_cache_dtype", "f16"),
@@ -138,6 +141,7 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
     [
         ("ctx-sise = 1", 'unknown key "ctx-sise"; did you mean "ctx-size"?'),
         ("C = 1x\nzzz = 1", 'unknown key "zzz"'),
+        ("max-model-len = 1.5K", 'max-model-len: "1.5K" is not a whole number from 0 to 2147483648, nor auto'),
         ("no-pin = perhaps", 'no-pin: "perhaps" is neither on nor off'),
         ("start-timeout = -1", "start-timeout: this time cannot be turned off (-1)"),
         ("ctk = f16\nctv = q8_0", "ctv: ctk is f16, and both must agree; write one kv-cache-dtype"),
