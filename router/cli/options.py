@@ -28,7 +28,11 @@ REPEATED = frozenset({
 })  # fmt: skip
 # Options of LightLLM and vLLM that take several words, and the form of these words. Names of models have no slash here:
 # a word with one is a MODEL, and so is a demo model.
-_SEVERAL = {"--mode": "(triton|ppl|lmdeploy)_.*", "--served-model-name": "(?!demo:)[^-/][^/]*"}
+_SEVERAL = {
+    "--mode": "(triton|ppl|lmdeploy)_.*",
+    "--served-model-name": "(?!demo:)[^-/][^/]*",
+    "--lora-modules": r"[^-/=]+=.+|\s*\{.*",
+}
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 

@@ -308,6 +308,8 @@ class SettingReader:
             yield from self._members(vllm_objects.rope_scaling, text, option, place)
         elif option.name == "model-draft" and text.lstrip().startswith("{"):
             yield from self._members(vllm_objects.speculative_config, text, option, place)
+        elif option.name == "lora" and text.lstrip().startswith("{"):
+            yield from self._members(vllm_objects.lora_modules, text, option, place)
         elif option.name == "limit-images" and ("{" in text or "=" in text):
             yield from self._members(vllm_objects.limit_mm_per_prompt, text, option, place)
         elif option.name == "chat-template" and text.endswith(".jinja") and self.disk.kind(self.path(text, place)):

@@ -46,6 +46,22 @@ def speculative_config(text: str) -> dict[str, str]:
     return found | ({"spec-type": "ngram-simple"} if method == "ngram" else {})
 
 
+def lora_modules(text: str) -> dict[str, str]:
+    """The key `lora` for the objects of a `lora_modules`, with commas between them. Raises ValueError or
+    click.BadParameter."""
+    try:
+        adapters = json.loads(f"[{text}]")
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown(text)} is not JSON; write lora = name=folder") from None
+    for adapter in adapters:
+        names = (adapter.get("name"), adapter.get("path")) if isinstance(adapter, dict) else ()
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError('each adapter must be {"name": ..., "path": ...}, or write lora = name=folder')
+        if further := sorted(adapter.keys() - {"name", "path", "base_model_name"}):
+            raise ValueError(f"no key means the member {shown(further[0])}; remove it")
+    return {"lora": json.dumps([f"{adapter['name']}={adapter['path']}" for adapter in adapters])}
+
+
 def limit_mm_per_prompt(text: str) -> dict[str, str]:
     """The keys that a `limit_mm_per_prompt` means. Older versions write it as `image=2,video=0`. Raises ValueError or
     click.BadParameter."""

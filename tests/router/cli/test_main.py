@@ -406,6 +406,17 @@ def test_several_names_of_vllm_are_names_of_one_model(run: Run, *, before: bool)
     assert run("check", "--served-model-name", "a", "b", "demo:a")[:2] == (0, "1 model, no fault: a\n")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["x=org/a", "y=org/b"], ['{"name": "x", "path": "org/a"}', '{"name": "y", "path": "org/b"}']],
+    ids=["pairs", "objects"],
+)
+def test_several_adapters_of_vllm_are_adapters_of_one_model(run: Run, words: list[str]) -> None:
+    code, out, _ = run("check", "--lora-modules", *words, "org/x", "--effective")
+    assert code == 0, out
+    assert re.search("^lora += x=hub:org/a:main,y=hub:org/b:main", out, re.MULTILINE), out
+
+
 def test_a_full_disk_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -35,6 +35,12 @@ def test_an_adapter_is_a_folder_or_a_repository_with_a_name_and_perhaps_a_scale(
     ]
 
 
+def test_an_adapter_may_be_an_object_of_vllm() -> None:
+    mine, german = '{"name": "mine", "path": "french", "base_model_name": "m"}', '{"name": "de", "path": "org/german"}'
+    assert adapters(f"lora-modules = {mine}") == [("mine", "/etc/llm/french", 1.0)]
+    assert adapters(f"lora-modules = {mine},{german}")[1:] == [("de", "hub:org/german:main", 1.0)]
+
+
 def test_adapters_in_the_models_folder_are_found_and_named_ones_take_precedence() -> None:
     found = read("[m]\nmodel = models/qwen", disk=FILES).presets["m"]
     assert [each.name for each in found.adapters] == ["old"]
@@ -56,6 +62,9 @@ def test_adapter_slots_are_reserved_if_there_are_adapters_or_if_enabled() -> Non
         ("lora = french\ndefault-lora = french\nenable-lora = off", "enable-lora is off, and default-lora names"),
         ("max-loras = 4\nmax-cpu-loras = 2", "max-cpu-loras is 2, less than the 4 of max-loras; raise it"),
         ("lora = nowhere", "/etc/llm/nowhere does not exist"),
+        ('lora-modules = {"name": "x"}', 'each adapter must be {"name": ..., "path": ...}, or write lora ='),
+        ('lora-modules = {"name": "x", "path": "french", "odd": 1}', 'no key means the member "odd"; remove it'),
+        ("lora-modules = {name: x}", "is not JSON; write lora = name=folder"),
         ("lora = models/qwen", "has no adapter_config.json"),
         ("lora = a/b/c=french", "cannot name an adapter"),
         ("lora = french, french=org/x", "names french twice"),
