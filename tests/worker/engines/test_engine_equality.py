@@ -5,6 +5,8 @@ Alone, and in a changing batch: requests of many lengths join, end and are cance
 
 import asyncio
 import random
+import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +71,28 @@ async def test_greedy_text_equals_generate_alone_and_while_others_join_end_and_a
 async def test_greedy_text_equals_generate_after_preemptions(
     snapshot: Path, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """Four requests in blocks for one, where there are blocks, with preemptions of the youngest."""
+    """Four requests in blocks for one, where there are blocks. The youngest is preempted at every ninth forward."""
     kind = transformers.AutoConfig.from_pretrained(snapshot)
     room = 128 if backend(kind) == "paged" else 0
     options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
     async with loaded.serving(loaded.load(snapshot, prefix_caching=False, **options)) as engine:
         work = loaded.work_of(engine)
+        runner: Any = work._backend.runner
+        forwards, are_queued = count(), threading.Event()
+
+        def before_forward(*_: object) -> None:
+            are_queued.wait(loaded.DEADLINE)
+            if next(forwards) % 9 == 7:
+                loaded.put_back_the_youngest(engine)
+
+        runner._model.register_forward_pre_hook(before_forward)
         async with asyncio.timeout(loaded.DEADLINE):
-            collected = await asyncio.gather(
-                *(loaded.complete_preempting(engine, loaded.generation(prompt, max_tokens=NEW)) for prompt in expected)
+            answers = asyncio.gather(
+                *(loaded.complete_until(engine, loaded.generation(prompt, max_tokens=NEW)) for prompt in expected)
             )
+            await asyncio.sleep(0)  # each request is queued now
+            are_queued.set()
+            collected = await answers
         assert collected == list(expected.values())
         assert work.prefill_tokens > sum(map(len, expected)), "some tokens were computed again"
         check_scheduler(work._scheduler)
