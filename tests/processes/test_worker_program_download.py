@@ -253,6 +253,7 @@ def test_a_server_that_ignores_ranges_sends_the_file_again(hub: Hub, tmp_path: P
         ("", {"status": 429}, Exit.NETWORK, "answers 429"),
         ("/tokenizer.json", {"status": 403, "code": "GatedRepo"}, Exit.UNUSABLE, "is gated: accept its terms at http"),
         ("/model.safetensors", {"status": 503}, Exit.NETWORK, "answers 503"),
+        ("/model.safetensors", {"status": 404}, Exit.UNUSABLE, "lists model.safetensors, but answers 404 for it"),
     ],
 )
 def test_a_refusing_hub_differs_from_a_failing_one(

@@ -168,6 +168,11 @@ class Transfer:
         ) as response:
             if response.status_code == 416:  # the range begins at or behind the end of the file
                 return
+            if response.status_code == 404:  # the hub lists the file, so the repository exists and may be read
+                raise StartError(
+                    f"{self._cache.repo}: {constants.ENDPOINT} lists {file.path}, but answers 404 for it;"
+                    " try again later, or choose another revision"
+                )
             hf_raise_for_status(response)
             if response.status_code == 200:  # a range, if there was one, was ignored
                 content.restart()
