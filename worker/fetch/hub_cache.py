@@ -156,12 +156,13 @@ class RepoCache:
         def check(missing: int, reserved_by_others: int) -> None:
             free = shutil.disk_usage(self.root).free
             if missing > free - reserved_by_others:
+                size, unit = (1 << 20, "MiB") if missing >= 10 << 20 else (1 << 10, "KiB")  # two digits or more
                 others = ""
                 if reserved_by_others:
-                    others = f", of which other downloads have reserved {reserved_by_others / 2**20:.0f}"
+                    others = f", of which other downloads have reserved {reserved_by_others / size:.0f}"
                 raise StartError(
-                    f"{self.repo} needs {missing / 2**20:.0f} MiB more below {self.root},"
-                    f" {free / 2**20:.0f} MiB are free{others}; free space there or set HF_HUB_CACHE to another disk",
+                    f"{self.repo} needs {missing / size:.0f} {unit} more below {self.root},"
+                    f" {free / size:.0f} {unit} are free{others}; free space there or set HF_HUB_CACHE to another disk",
                     Exit.DISK_FULL,
                 )
 

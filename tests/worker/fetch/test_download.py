@@ -182,6 +182,12 @@ def test_disk_space_of_another_download_is_not_reserved_twice(tmp_path: Path, mo
         pass
 
 
+def test_a_lack_of_less_than_a_mib_of_disk_is_stated_in_kib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=40 << 10))
+    with pytest.raises(StartError, match=r"o/a needs 80 KiB more .* 40 KiB are free; free space"):
+        RepoCache(tmp_path, "o/a").reserved_space([RemoteFile("a", 80 << 10, "1" * 40)]).__enter__()
+
+
 def test_hashing_a_partial_file_is_reported_piece_by_piece(tmp_path: Path) -> None:
     """Reading many gigabytes takes minutes, and the router ends a download that is silent for a minute."""
     (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
