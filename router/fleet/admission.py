@@ -180,7 +180,7 @@ class AdmissionQueue:
         return error
 
     def _holders(self, worker: Worker) -> str:
-        """Return the part of a message that names what eviction cannot free: pinned models and other programs."""
+        """Return the part of a message that names what eviction cannot free: pinned models and foreign memory."""
         by_slots = worker.queue.waits_for == "slots"
         if not by_slots and worker.queue.waits_for != "memory":
             return ""
@@ -198,7 +198,7 @@ class AdmissionQueue:
             and (device.limit is None or device.total - device.foreign < device.limit)
         ]  # fmt: skip
         held = f"; pinned models are not evicted ({', '.join(pinned)}): unpin or unload one" if pinned else ""
-        return f"{held}; other programs hold {', '.join(others)}" if others and not by_slots else held
+        return f"{held}; other programs or routers hold {', '.join(others)}" if others and not by_slots else held
 
     # Predictions
 

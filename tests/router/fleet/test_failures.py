@@ -311,7 +311,7 @@ async def test_a_queue_timeout_names_foreign_memory() -> None:
     world = Schedule({"a": 3 * GIB}, settings=Settings(queue_timeout=20.0))
     world.launcher.set_foreign(CPU, 6 * GIB)
     await asyncio.sleep(0.1)
-    await world.refuses("a", QueueTimeout, match=r"6144 MiB .*cpu")
+    await world.refuses("a", QueueTimeout, match=r"; other programs or routers hold 6144 MiB of cpu")
 
 
 @pytest.mark.parametrize(("models_max", "limit"), [(1, {}), (0, {CPU: 3 * GIB})])
