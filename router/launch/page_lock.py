@@ -11,6 +11,7 @@ The process is in the router's session, so it counts as no orphan and asyncio re
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -22,6 +23,7 @@ from router.launch.interface import NotLocked
 from router.launch.process import uncancelled
 
 END_TIMEOUT = 5.0  # seconds from SIGKILL. A process that waits for a disk which does not answer exits when that does.
+_PIPES = 5  # uvloop opens 9 descriptors for a process
 _CAP_IPC_LOCK = 14  # linux/capability.h
 _PROGRAM = Path(__file__).with_name("programs") / "page_locker.py"
 
@@ -69,6 +71,7 @@ async def _running(task: str, files: Sequence[str]) -> AsyncIterator[Process]:
     """A page locker with its task, for the length of the block. Raises NotLocked."""
     argv = (sys.executable, "-I", "-S", str(_PROGRAM), task, *files)
     try:
+        _check_descriptors()
         process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     except OSError as error:
         raise NotLocked(f"the page locker cannot be started: {error.strerror or error}") from None
@@ -76,6 +79,15 @@ async def _running(task: str, files: Sequence[str]) -> AsyncIterator[Process]:
         yield process
     finally:
         await uncancelled(_end(process))
+
+
+def _check_descriptors() -> None:
+    """Raise OSError unless there are descriptors for a process. If there are not, uvloop reports an error -1 and never
+    closes those that it had opened (read in version 0.23)."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(_PIPES):
+            for end in os.pipe():
+                opened.callback(os.close, end)
 
 
 async def _bytes_of(process: Process) -> int:

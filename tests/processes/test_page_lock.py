@@ -113,6 +113,34 @@ async def test_a_page_locker_that_is_killed_at_work_is_reported(others: set[int]
             await reading
 
 
+def test_a_lack_of_descriptors_is_reported_and_costs_none(file: str) -> None:
+    code = (
+        "import asyncio, os, resource, sys, uvloop\n"
+        "from router.launch.interface import NotLocked\n"
+        "from router.launch.page_lock import read\n"
+        "def used():\n"
+        "    return [number for number in range(99) if os.path.exists(f'/proc/self/fd/{number}')]\n"
+        "async def main():\n"
+        "    await read([])\n"
+        "    before, most = used(), max(used()) + 1\n"
+        "    for free in range(12):\n"
+        "        resource.setrlimit(resource.RLIMIT_NOFILE, (most + free, 99))\n"
+        "        try:\n"
+        "            await read([])\n"
+        "            print('read')\n"
+        "        except NotLocked as error:\n"
+        "            print(error)\n"
+        "        assert used() == before, free\n"
+        "uvloop.run(main())"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert set(lines) == {"the page locker cannot be started: Too many open files", "read"}
+    assert lines == sorted(lines, reverse=True)
+
+
 @LOCKS
 def test_a_page_locker_ends_with_its_router(file: str) -> None:
     code = (
