@@ -110,8 +110,9 @@ def _ended(code: int) -> int:
 
 async def _main(settings: Settings, load: LoadPresets, keys: ReadKeys) -> int:
     stop = _Stop()
-    loaded = load(NONE_ADDED)
     async with AsyncExitStack() as stack:
+        stack.enter_context(_signals(stop))
+        loaded = load(NONE_ADDED)
         stack.enter_context(_readers())
         writer = ThreadPoolExecutor(1, thread_name_prefix=f"{DISK}-estimates")
         stack.callback(writer.shutdown, wait=False)  # its thread ends once everything is written
@@ -153,11 +154,10 @@ class _Stop:
         self.hurry = asyncio.Event()
         self.failed = asyncio.Event()  # an essential task has ended
         self.reload = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: (self.hurry if self.wanted.is_set() else self.wanted).set())
-        loop.add_signal_handler(signal.SIGHUP, self.reload.set)
-        loop.set_exception_handler(self._on_exception)
+        asyncio.get_running_loop().set_exception_handler(self._on_exception)
+
+    def end(self) -> None:
+        (self.hurry if self.wanted.is_set() else self.wanted).set()
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an exception that no caller could receive."""
@@ -165,6 +165,23 @@ class _Stop:
         task = context.get("task")
         if isinstance(task, asyncio.Task) and task.get_name() in ESSENTIAL:
             self.failed.set()
+
+
+@contextmanager
+def _signals(stop: _Stop) -> Iterator[None]:
+    """Set `stop` at signals for the length of the block. Later ones have no effect, as the process is about to exit.
+
+    The end of the loop or of the interpreter restores the default of other handlers, which is to kill the process.
+    """
+    loop = asyncio.get_running_loop()
+    handlers = {signal.SIGTERM: stop.end, signal.SIGINT: stop.end, signal.SIGHUP: stop.reload.set}
+    for number, handler in handlers.items():
+        signal.signal(number, lambda *_, handler=handler: loop.call_soon_threadsafe(handler))
+    try:
+        yield
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """A router from its start to its end: signals, reloads, addresses, what a supervisor sees."""
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -90,6 +91,19 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         got = await task
         assert b'"reason":"draining"' in got
         assert got.endswith(b"<broken>")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_no_signal_kills_a_router_that_is_about_to_exit(tmp_path: Path, number: int) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
+        up.process.terminate()
+        await up.says("stopping")
+        exited = asyncio.create_task(up.process.wait())
+        while not exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(up.process.pid, number)  # the method of the process would reap it, and lose its exit code
+            await asyncio.wait({exited}, timeout=0.001)
+        assert await exited in ({0, 130} if number == signal.SIGTERM else {0})
 
 
 async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the_end(tmp_path: Path) -> None:
