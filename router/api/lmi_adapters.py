@@ -123,7 +123,10 @@ def _registered(registry: Registry, id: str, name: str) -> RegisteredAdapter:
     registry.check_adapter(id, name)
     registered = registry.overrides.adapters.get(id, {}).get(name)
     if registered is None:
-        raise BadRequest(f"adapter '{name}' belongs to the preset of {id} or to its adapter folder; change it there")
+        raise BadRequest(
+            f"adapter '{name}' belongs to the preset of {id} or to its adapter folder; change its files there, then"
+            " POST /router/reload"
+        )
     return registered
 
 

@@ -115,7 +115,7 @@ class Usage:
 class SentAdapters:
     """The adapters and the default adapter that the process was started with or has received since."""
 
-    sent: tuple[tuple[AdapterSource, ...], str] = ((), "")
+    sent: tuple[tuple[AdapterSource, ...], str] | None = ((), "")  # None: their files may have changed since
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while they are being sent
 
 

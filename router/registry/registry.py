@@ -215,6 +215,7 @@ class Registry:
         """Add or replace an adapter of model `id` and all that share its worker; remove it with None."""
         self.overrides.set_adapter(id, self.shared_workers.find(id).names, name, registered)
         self._apply_overrides(id)
+        self.shared_workers.send_adapters_again([self.shared_workers.find(id).model])  # its folder may have other files
         self._update_names()
 
     def _apply_overrides(self, id: str) -> None:

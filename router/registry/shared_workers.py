@@ -12,7 +12,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -165,6 +165,7 @@ class SharedWorkers:
         """
         before, open_before = self.listed, {name: listed.model.open for name, listed in self.listed.items()}
         self.update(presets, groups)
+        self.send_adapters_again(self.fleet.models.values())
         fleet = self.fleet
         both = [name for name in presets if name in before]
         retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired]
@@ -185,6 +186,12 @@ class SharedWorkers:
                     fleet.ensure_loaded(self.listed[name].model.preset.id)
         fleet.events.append("config", "*", **result)
         return result
+
+    def send_adapters_again(self, models: Iterable[Model]) -> None:
+        """Before their next request, the workers read those files of their adapters that have changed."""
+        for model in models:
+            for worker in model.all_open:
+                worker.adapters.sent = None
 
     def update(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
         """Like `apply`, for one new preset or for changes that need no restart. Emits no `config` event."""

@@ -127,6 +127,36 @@ async def test_an_adapter_comes_and_goes_by_calls_and_outlives_the_worker(up: Ro
     assert (code, "enable-lora = on" in message) == (400, True)
 
 
+async def test_changed_files_of_an_adapter_are_read_after_a_reload_and_an_update(up: Router, models: Path) -> None:
+    client, source = up.client, models / "more" / "changing"
+    folder = shutil.copytree(models / "tiny" / "adapters" / "french", models / "tiny" / "adapters" / "changing")
+    shutil.copytree(folder, source)
+    try:
+        await client.post("/router/reload")
+        answer = await client.post("/models/tiny/adapters", params={"name": "by-call", "src": str(source)})
+        assert said(answer)[0] == 200
+        french = await text(up, "tiny@changing")
+        assert await text(up, "tiny@by-call") == french
+        for target in (folder, source):
+            for file in (models / "more" / "german").iterdir():
+                shutil.copy(file, target / "new")
+                (target / "new").rename(target / file.name)
+        answer = await client.post("/models/tiny/adapters/changing/update")
+        assert said(answer) == (400, "adapter 'changing' belongs to the preset of tiny or to its adapter folder;"
+                                " change its files there, then POST /router/reload")  # fmt: skip
+        assert said(await client.post("/models/tiny/adapters/by-call/update"))[0] == 200
+        german = await text(up, "tiny@by-call")
+        assert german != french
+        (pid,) = (await up.workers()).values()
+        await client.post("/router/reload")
+        assert await text(up, "tiny@changing") == german
+        assert list((await up.workers()).values()) == [pid], "the worker keeps running"
+    finally:
+        await client.delete("/models/tiny/adapters/by-call")
+        shutil.rmtree(folder)
+        shutil.rmtree(source)
+
+
 SENTENCES = (
     "A kitten is taking a nap on the couch.",
     "A cat sleeps on the sofa.",

@@ -247,7 +247,7 @@ class LoraAdapters:
             # A file that changed on disk belongs to another registration; mixing both would give wrong text.
             if self._stamps.setdefault(adapter.number, file.stamp) != file.stamp:
                 changed = f"{adapter.folder} has changed since '{adapter.name}' was registered"
-                raise UnusableAdapter(f"{changed}: update it, or unload the model")
+                raise UnusableAdapter(f"{changed}: update it, reload the presets, or unload the model")
             file = replace(file, pairs={self._named(adapter, name): pair for name, pair in file.pairs.items()})
         self._files[adapter.number] = file
         while self._copies and len(self._files) > self._copies:
