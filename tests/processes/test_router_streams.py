@@ -86,11 +86,11 @@ async def test_an_answer_that_takes_too_long_is_504(up: Router, tmp_path: Path) 
 
 
 async def test_a_router_that_is_told_to_stop_lets_running_answers_end(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
+    file, go = presets(tmp_path, {"a": {}, "b": {}}), tmp_path / "go"
+    async with router("--models-preset", str(file), *MARGIN, "--stream-commit-seconds", "0") as up:
         await up.client.post(PATH, json=chat("a"))
         pids = list((await up.workers()).values())
-        body = chat("a", "w", stream=True, max_tokens=40, fake={"delay": 0.02})
+        body = chat("a", "w", stream=True, max_tokens=40, fake={"hold": str(go)})
         async with up.client.stream("POST", PATH, json=body) as response:
             lines = response.aiter_lines()
             await anext(lines)
@@ -98,6 +98,7 @@ async def test_a_router_that_is_told_to_stop_lets_running_answers_end(tmp_path: 
             await up.says("stopping")
             assert error_of(await up.client.post(PATH, json=chat("b"))) == (503, "draining")
             assert (await up.client.get("/ready")).status_code == 503
+            go.touch()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert await up.process.wait() == 0
