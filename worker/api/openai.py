@@ -1,5 +1,6 @@
 """OpenAI's chat and text completions: parsing of bodies to GenerationRequests."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -278,6 +279,7 @@ async def _latest_turns(
     # not fit: no try but the first renders more than twice of what fits.
     tried, turns = 0, 1
     while low <= high:
+        await asyncio.sleep(0)  # short chats are rendered and tokenized in the event loop, and there are several tries
         kept = replace(conversation, messages=[*messages[:head], *messages[begins[tried] :]])
         try:
             prompt = await _prompt_tokens(kept, tooling, model, limit)

@@ -1,5 +1,6 @@
 """OpenAI's Responses API: the official client, and bodies that it never sends."""
 
+import asyncio
 import contextlib
 import json
 import typing
@@ -316,6 +317,12 @@ async def test_truncation_drops_as_few_of_the_oldest_turns_as_possible() -> None
     assert (await whole(call, made.engine))["truncation"] == "auto"
     with pytest.raises(ContextExceeded):
         await responses({**asked, "input": "hi " * 400}, made)
+    passes = 0  # of the event loop while turns are dropped
+    parsing = asyncio.ensure_future(responses(body(0), made))
+    while not parsing.done():
+        await asyncio.sleep(0)
+        passes += 1
+    assert passes > 2
 
 
 async def test_tools_that_are_no_functions_are_reported_as_ignored() -> None:
