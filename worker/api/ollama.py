@@ -59,9 +59,12 @@ async def chat(body: Json, model: ServedModel, *, waited: float = 0.0) -> Genera
     messages = fields.sequence("messages") or []
     chat_body["messages"] = [_message(f"messages[{index}]", message, model) for index, message in enumerate(messages)]
     chat_body["tools"] = fields.sequence("tools") or []
+    most = min((num_ctx or model.engine.ctx_size) - 1, model.max_prompt)
+    turns_limit = most if fields.flag("truncate") else None  # by default Ollama hides that a chat is too long
     if messages:
         chat_body |= _logprobs(fields)
-        parsed = await parse_chat(chat_body, model, id=f"chat-{uuid.uuid4().hex}", names=_NAMES)
+        id = f"chat-{uuid.uuid4().hex}"
+        parsed = await parse_chat(chat_body, model, id=id, names=_NAMES, turns_limit=turns_limit)
         ignored = fields.check_unknown(strict=model.options.strict_fields)
         return _call(parsed, num_ctx, keep_alive, ignored, is_chat=True, waited=waited)
     read_tools(fields)
@@ -81,6 +84,8 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
     images = _images("images", fields.sequence("images"), model)
     context = _context(fields, model)
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
+    if fields.flag("truncate"):
+        fields.mark_unused("truncate")  # no effect: a prompt that is too long is rejected
     suffix = fields.text("suffix") or ""
     if not prompt:
         return _load_answer(fields, model, chat_body, keep_alive, {"response": ""}, waited=waited)
@@ -170,9 +175,8 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None, flo
     fields.refuse(
         "_debug_render_only", "_debug_render_only is not supported; POST /apply-template returns a chat's prompt"
     )
-    for name in ("truncate", "shift"):
-        if fields.flag(name):
-            fields.mark_unused(name)  # no effect: text that is too long is rejected
+    if fields.flag("shift"):
+        fields.mark_unused("shift")  # no effect: the text ends with the context
     read_ping_interval(fields)
     chat_body["sse_ping_interval"] = fields.take("sse_ping_interval")
     return chat_body | _format(fields) | _think(fields, model), num_ctx, _keep_alive(fields)

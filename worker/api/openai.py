@@ -71,17 +71,17 @@ async def parse_chat(
     id: str,
     names: Mapping[str, str] = _OWN_NAMES,
     before: Sequence[int] = (),
-    drops_turns: bool = False,
+    turns_limit: int | None = None,
 ) -> ParsedCompletion:
     """Parse the body of a chat completion, sent by an OpenAI client or translated from another dialect. Raise
     RequestError.
 
     `names`: names of its fields in the client's own body, for errors; longer keys before shorter ones.
     `before`: tokens of an earlier prompt and its answer that the messages continue.
-    `drops_turns`: drop the oldest turns of a chat that is too long.
+    `turns_limit`: drop the oldest turns of a chat of more tokens; None: it is rejected if it is too long.
     """
     with client_field_names(names):
-        return await _parse_chat(body, model, id=id, names=names, before=before, drops_turns=drops_turns)
+        return await _parse_chat(body, model, id=id, names=names, before=before, turns_limit=turns_limit)
 
 
 def client_name(names: Mapping[str, str], field: str) -> str:
@@ -105,7 +105,13 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _parse_chat(
-    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int], drops_turns: bool
+    body: Json,
+    model: ServedModel,
+    *,
+    id: str,
+    names: Mapping[str, str],
+    before: Sequence[int],
+    turns_limit: int | None,
 ) -> ParsedCompletion:
     model.require("completion")
     fields = BodyFields(model.defaults.complete(body, CHAT), CHAT)
@@ -135,8 +141,10 @@ async def _parse_chat(
     common = read_common_options(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     limit = common.limit(model, "messages")
-    read = _latest_turns if drops_turns else _prompt_tokens
-    prompt, tokens, prompt_images = await read(conversation, tooling, model, limit)
+    if turns_limit is None:
+        prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model, limit)
+    else:
+        prompt, tokens, prompt_images = await _latest_turns(conversation, tooling, model, limit, turns_limit)
     # After the length check: of a chat with many parts, this search takes most of the time.
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if common.max_prompt_tokens is not None and prompt_images is not None:
@@ -266,11 +274,11 @@ async def _prompt_tokens(
 
 
 async def _latest_turns(
-    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel, limit: TextLimit
+    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel, limit: TextLimit, most: int
 ) -> tuple[str, list[int], PromptImages | None]:
-    """Return `_prompt_tokens` without the oldest turns, as few as the context requires. Leading system messages stay. A
-    turn begins with a message of the user, so that results of tools keep their calls. Raise ContextExceeded if not even
-    the last turn fits."""
+    """Return `_prompt_tokens` without the oldest turns, as few as the context and `most` tokens require. Leading system
+    messages stay. A turn begins with a message of the user, so that results of tools keep their calls. The last turn
+    may have more than `most` tokens. Raise ContextExceeded if the context has no room for it."""
     messages = conversation.messages
     head = next((at for at, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
     begins = [head, *(at for at, message in enumerate(messages) if at > head and message["role"] == "user")]
@@ -284,6 +292,8 @@ async def _latest_turns(
         try:
             prompt = await _prompt_tokens(kept, tooling, model, limit)
             model.check_prompt(prompt[1], param="messages")
+            if len(prompt[1]) > most and tried < len(begins) - 1:
+                raise limit.error(len(prompt[1]))
             found, high = prompt, tried - 1
         except ContextExceeded:
             if tried == len(begins) - 1:

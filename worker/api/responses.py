@@ -42,8 +42,8 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
     fields = BodyFields(body, RESPONSES)
     chat_body, repeated_fields = _read(fields, model)
     id = f"resp_{uuid.uuid4().hex}"
-    is_cut = repeated_fields["truncation"] == "auto"
-    chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields), drops_turns=is_cut)
+    most = model.max_prompt if repeated_fields["truncation"] == "auto" else None
+    chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields), turns_limit=most)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     return chat.call(ResponsesWriter(id, chat, repeated_fields), ignored=ignored)
 

@@ -280,6 +280,29 @@ async def test_num_ctx_lowers_the_context_size_and_is_reported_as_ignored_above_
             await client.generate("m", "hi", raw=True, options={"num_ctx": 2})
 
 
+async def test_truncate_drops_the_oldest_turns_of_a_chat_that_is_too_long() -> None:
+    turns = [{"role": "user", "content": f"{turn} " * 20} for turn in range(8)]
+    body: Any = {"messages": [{"role": "system", "content": "S"}, *turns], "stream": False}
+    async with serving(chat_template=PLAIN) as world:
+        for options, most in (({}, 255), ({"num_ctx": 100}, 99)):
+            status, _, answer = await world.post("/api/chat", {**body, "options": options})
+            assert (status, "maximum context length" in answer["error"]) == (400, True)
+            status, headers, answer = await world.post("/api/chat", {**body, "options": options, "truncate": True})
+            assert status == 200, answer
+            assert "X-Ignored-Fields" not in headers
+            prompt = str(tokenizer().decode(world.engine.requests[-1].prompt))
+            assert prompt.startswith("S")
+            assert ("0 0" in prompt, "7 7" in prompt) == (False, True)
+            turn = len(tokenizer()(turns[0]["content"], add_special_tokens=False)["input_ids"])
+            assert most - turn <= answer["prompt_eval_count"] <= most
+        status, _, answer = await world.post("/api/chat", {**body, "options": {"num_ctx": 2}, "truncate": True})
+        assert (status, "maximum context length is 2 tokens" in answer["error"]) == (400, True)
+        status, _, answer = await world.post("/api/chat", {"messages": [], "truncate": True, "stream": False})
+        assert (status, answer["done_reason"]) == (200, "load")
+        _, headers, _ = await world.post("/api/generate", {"prompt": "hi", "truncate": True, "stream": False})
+        assert headers["X-Ignored-Fields"] == "truncate"
+
+
 async def test_an_empty_request_only_loads_or_unloads() -> None:
     async with serving() as world, ollama_client(world) as client:
         assert (await client.generate("m")).done_reason == "load"

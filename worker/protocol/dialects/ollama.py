@@ -68,7 +68,8 @@ _CHAT_MESSAGE = s.any_of(
         "role",
     ),
 )
-CHAT: Body = {**GENERATION, "messages": s.array(_CHAT_MESSAGE), "tools": openai.TOOLS}
+_TRUNCATE = s.flag("true: the oldest turns of a chat that is too long are dropped. Unless stated, it is rejected.")
+CHAT: Body = {**GENERATION, "truncate": _TRUNCATE, "messages": s.array(_CHAT_MESSAGE), "tools": openai.TOOLS}
 GENERATE: Body = {
     **GENERATION,
     "prompt": s.text("None: the model is loaded, or with keep_alive 0 unloaded."),
