@@ -257,6 +257,23 @@ async def test_an_update_reads_files_again_that_have_changed(llama: Path, one: P
         assert after.tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
 
 
+async def test_a_request_that_waits_for_a_slot_while_its_adapter_is_updated_keeps_the_old_files(
+    llama: Path, one: Path, tmp_path: Path
+) -> None:
+    folder, other = shutil.copytree(one, tmp_path / "mine"), lora.make(llama, tmp_path / "other", seed=9)
+    known = sources({"one": one, "a": folder})
+    async with serving(load(llama, ctx_size=256, max_loras=1, adapters=encode_adapters(known))) as engine:
+        running = engine.generate(generation(PROMPT, max_tokens=200, adapter=AdapterChoice("one")))
+        await anext(running)
+        waiting = asyncio.create_task(complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a")))
+        await asyncio.sleep(0)
+        shutil.rmtree(folder)
+        shutil.copytree(other, folder)
+        assert await engine.set_adapters(known) == {}
+        await running.aclose()
+        assert (await waiting).tokens == generated(lora.adapted(llama, one), PROMPT, NEW)
+
+
 async def test_the_slot_of_a_pinned_adapter_is_free_once_it_is_unregistered(llama: Path, one: Path) -> None:
     pinned = encode_adapters(sources({"a": one}, pinned=True))
     async with serving(load(llama, max_loras=1, adapters=pinned)) as engine:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -152,6 +153,8 @@ class LoraAdapters:
         self._sources: dict[str, AdapterSource] = {}
         self._default = ""
         self._files: OrderedDict[int, LoraFile] = OrderedDict()
+        # Of former registrations, whose folder may have changed. A request that waits for a slot may still load them.
+        self._former_files: WeakKeyDictionary[LoraAdapter, LoraFile] = WeakKeyDictionary()
         self._stamps: dict[int, tuple[int, ...]] = {}
 
     def _layer(
@@ -189,6 +192,10 @@ class LoraAdapters:
                     known[source.name] = before
                 else:
                     known[source.name] = self._read(source)
+            former = {adapter for adapter in self._adapters.values() if isinstance(adapter, LoraAdapter)}
+            for adapter in former.difference(known.values()):
+                if adapter.number in self._files:
+                    self._former_files[adapter] = self._files[adapter.number]
             self._adapters, self._default = known, default
             self._sources = {source.name: source for source in sources}
             return {name: adapter for name, adapter in known.items() if isinstance(adapter, str)}
@@ -241,7 +248,7 @@ class LoraAdapters:
 
     def _open(self, adapter: LoraAdapter) -> LoraFile:
         """Open an adapter's file and close the least recently used one above the limit. Raises UnusableAdapter."""
-        file = self._files.pop(adapter.number, None)
+        file = self._files.pop(adapter.number, None) or self._former_files.get(adapter)
         if file is None or lora_files.is_overwritten(adapter.folder, file.stamp):
             file = lora_files.read(adapter.folder)
             # A file that changed on disk belongs to another registration; mixing both would give wrong text.

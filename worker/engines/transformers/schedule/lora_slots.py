@@ -10,7 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """One registration of an adapter: the files behind its name when a request named it. An update makes a new one."""
 
