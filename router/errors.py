@@ -60,7 +60,7 @@ class ConfigError(RouterError):
 
 
 class ApiError(RouterError):
-    """An error response to a client. The message has the name, the number and the way out."""
+    """An error response to a client. The message has the name, the number and the remedy."""
 
     status = 500
     type = "server_error"

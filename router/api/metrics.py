@@ -175,8 +175,8 @@ class Metrics:
         self._fetched[model] = worker, done
 
     async def rendered(self, model: str | None = None, member: str = "") -> bytes:
-        """`render` without a pause of the streams: the series of a hundred models that have been loaded take a quarter
-        of a second. Only the fleet is read in the event loop; all else is done in a thread."""
+        """`render`, without delaying streams: the series of a hundred models that have been loaded take a quarter of a
+        second. Only the fleet is read in the event loop; the text is made in a thread."""
         self._forget_removed()
         gauges = _Collected(self._gauges.collect())
         return await asyncio.to_thread(self._text, gauges, model, member) + self._of_worker(model, member)
@@ -310,7 +310,7 @@ class RequestHistogram(Collector):
 
 
 class _Collected(Collector):
-    """Metrics as they were."""
+    """Metrics that were collected before."""
 
     def __init__(self, found: Iterable[Metric]):
         self._found = list(found)

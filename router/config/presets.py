@@ -591,7 +591,7 @@ def hub_name(text: str) -> str:
 
 
 def repository(text: str, form: re.Pattern[str] = MODEL_REPO) -> tuple[str, str]:
-    """Parse `org/name[:revision]` into (`org/name`, revision), or `gpt2`. Raises ValueError with the way out."""
+    """Parse `org/name[:revision]` into (`org/name`, revision), or `gpt2`. Raises ValueError with the remedy."""
     match = form.fullmatch(text)
     if match is None or ".." in text or "//" in text:
         raise ValueError(f"{shown(text)} is not org/name or org/name:revision")

@@ -81,7 +81,7 @@ def rope_scaling(text: str) -> dict[str, str]:
 
     They are all keys of scaling, so that no key of a weaker source is left beside those of the object.
 
-    Raises ValueError or click.BadParameter with the way out.
+    Raises ValueError or click.BadParameter with the remedy.
     """
     members = _members(text)
     if not members:

@@ -28,7 +28,7 @@ _MEANINGS: Mapping[int, str] = {
 }
 # errno values of exec(2) that mean a wrong `python` in the preset, and not a lack of resources.
 _NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
-# The way out where a limit prevents the start of a process, by errno.
+# The remedy where a limit prevents the start of a process, by errno.
 _LIMITS = {
     errno.EMFILE: "raise `ulimit -n`, or LimitNOFILE= of a systemd unit",
     errno.EAGAIN: "raise `ulimit -u`, or TasksMax= of a systemd unit",

@@ -32,7 +32,7 @@ _HYBRIDS = frozenset({"falcon_h1"})  # architectures whose layers are all of tha
 
 
 class EstimateError(RouterError):
-    """No estimate is possible; `message` is for users and contains the way out."""
+    """No estimate is possible; `message` is for users and contains the remedy."""
 
     def __init__(self, message: str):
         super().__init__(message)

@@ -7,7 +7,7 @@
 
 The first three are in router/memory/segments.py. Every figure rounds up: it is never below the exact one. If only the
 weights are known, they are multiplied by a stated factor, and the estimate has a note. If not even they are known,
-`UnknownArchitecture` is raised; the way out is the key `required-memory`.
+`UnknownArchitecture` is raised; the remedy is the key `required-memory`.
 """
 
 import functools

@@ -345,7 +345,7 @@ class AnthropicWriter(ReplyWriter):
         if not self._has_started:
             self._has_started = True
             usage = {**self._usage(), "output_tokens": 0}
-            del usage["output_tokens_details"]  # older clients of Anthropic keep the first ones
+            del usage["output_tokens_details"]  # older clients keep the details of the first event
             message = {**self._head, "content": [], **_NOT_STOPPED, "usage": usage}
             events.append({"type": "message_start", "message": message})
         events += self._add(number, delta)

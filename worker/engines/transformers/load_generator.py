@@ -154,7 +154,7 @@ def load(
 
 @contextmanager
 def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
-    """Turn failures between the weights and the first steps into StartErrors that name a way out."""
+    """Turn failures between the weights and the first steps into StartErrors that name a remedy."""
     try:
         yield
     except (NotImplementedError, UnsupportedCache) as error:

@@ -1,7 +1,7 @@
 """Loading of a model: weights from safetensors files, on their devices, in their dtype.
 
 Configuration and tokenizer come from `load.snapshot`. On the CPU the weights are the mapped files themselves, unless
-they must be converted. Whatever prevents a load is a StartError with the way out.
+they must be converted. Whatever prevents a load is a StartError with the remedy.
 """
 
 import mmap

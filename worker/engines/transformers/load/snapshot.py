@@ -1,7 +1,7 @@
 """A snapshot without its weights: configuration, tokenizer, kind and class of the model.
 
 Does not import torch, so that a process that only tokenizes stays small. Whatever prevents a load is a StartError with
-the way out.
+the remedy.
 """
 
 import dataclasses

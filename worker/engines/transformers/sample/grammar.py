@@ -83,7 +83,7 @@ ALONE_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
 _LIMIT_MESSAGES = ("too many", "max is", "fuel", "too big", "too complex", "limit", "panic")
-# llguidance's messages that do not name the fault, or not the way out, with one that does.
+# llguidance's messages that do not name the fault, or not the remedy, with one that does.
 _PLAINER = {
     # A stop reason of llguidance by its name in the source: no token can follow.
     "NoExtensionBias": "it matches no text: give each rule an alternative without itself, and each class a character",
