@@ -31,7 +31,7 @@ from router.memory.checkpoint_facts import (
 from router.memory.segments import check_quantization
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
-from worker.protocol.architectures import LIBRARIES, experts_fault, scoring_fault
+from worker.protocol.architectures import EXPERTS_ALONE, LIBRARIES, experts_fault, scoring_fault
 from worker.protocol.memory import COMPILER_STACK_BYTES, MAX_GRAMMAR_LENGTH
 from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge, with_quantization
 from worker.protocol.snapshot_files import is_of_tokenizer, quantization_beside
@@ -203,12 +203,13 @@ def _quantization_fault(preset: Preset, folder: str) -> Iterator[Problem]:
     except WrongQuantization as error:
         key = "quantization" if "quantization" in preset.origins else "model" if preset.path else "hf-repo"
         yield _problem(preset, key, error.message.removeprefix(f"{preset.id}: "))
+    if method not in EXPERTS_ALONE or preset.trust_remote_code:  # code of the snapshot may compute each expert alone
+        return
     try:
         packed = [name for name in checkpoint.tensor_names(Path(folder)) if name.endswith(".qweight")]
     except UnknownCheckpoint:
         return  # another fault of the load, or a snapshot that a download completes
-    # Code of the snapshot may compute each expert alone.
-    if not preset.trust_remote_code and (why := experts_fault(method, packed)):
+    if why := experts_fault(method, packed):
         yield _problem(preset, "model" if preset.path else "hf-repo", why)
 
 

@@ -85,13 +85,18 @@ def unstated_quantization(names: Iterable[str]) -> str:
     )
 
 
+EXPERTS_ALONE = frozenset({"gptq", "awq"})  # methods that quantize each expert of a mixture alone
+
+
 def experts_fault(method: str, names: Iterable[str]) -> str:
     """Return the reason why experts that `method` has quantized one by one cannot be loaded; empty if there are none.
 
     `names`: quantized tensors, or those that transformers did not read.
     """
-    name = min(filter(EXPERT.search, names), default="") if method in ("gptq", "awq") else ""
-    return name and (
+    name = min(filter(EXPERT.search, names), default="") if method in EXPERTS_ALONE else ""
+    if not name:
+        return ""
+    return (
         "transformers computes the experts of a layer in one tensor, and this checkpoint has each of them quantized"
         f" with {method} ({name}); take one that is quantized with fp8 or mxfp4, or one that is not quantized"
     )
