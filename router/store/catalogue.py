@@ -211,7 +211,7 @@ def demo_preset() -> Path:
     return installed if installed.is_file() else package.parent / "config" / "demo.ini"
 
 
-# What came through pipes without a name, as in `--api-key-file <(command)`, by device and inode. It comes once: reads
+# Contents of pipes without a name, as in `--api-key-file <(command)`, by device and inode. They come once: reads
 # for further models and reloads would find nothing. The writer of a named pipe may write new keys for each read.
 _pipes: dict[tuple[int, int], bytes] = {}
 
